@@ -1,0 +1,93 @@
+"""Block keys: who may share, what must agree, and the chained hash over the tokens.
+
+A key is SHA-256, keyed with the deployment's secret and chained over the whole prefix, cut to
+16 bytes. The chain starts from a *root* that binds fingerprint, scope and adapter, so the same
+tokens under another model, layout, tenant or adapter never share a key, and nobody without the
+secret can guess one. Cutting the digest also takes away SHA-256's length extension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+import msgspec
+
+KEY_BYTES = 16
+SECRET_BYTES = 32
+
+
+class Fingerprint(msgspec.Struct, frozen=True, omit_defaults=False):
+    """All that must agree before KV bytes of one engine may be used by another (DESIGN §2)."""
+
+    model: str
+    weights_digest: str = ""
+    tokenizer_digest: str = ""
+    chat_template_digest: str = ""
+    engine: str = ""
+    engine_version: str = ""
+    layout_digest: str = ""
+    block_tokens: int = 0
+    kv_dtype: str = ""
+    tensor_parallel: str = ""
+    draft_mode: str = ""
+
+    def digest(self) -> bytes:
+        """32 bytes that change when any field does; the same in every process."""
+        return hashlib.sha256(b"kvatlas.fingerprint.1\0" + msgspec.json.encode(self)).digest()
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Names of the fields that differ, in declaration order: the reason of a refusal."""
+        return [f for f in self.__struct_fields__ if getattr(self, f) != getattr(other, f)]
+
+
+class Scope(msgspec.Struct, frozen=True):
+    """Who may share: ``kind`` is public, tenant or session; ``id`` names the tenant or session."""
+
+    kind: str = "public"
+    id: str = ""
+
+
+PUBLIC = Scope()
+
+
+class Keyring:
+    """Computes keys under one deployment secret. Stateless apart from it."""
+
+    def __init__(self, secret: bytes) -> None:
+        """Raises ValueError when the secret is shorter than 16 bytes."""
+        if len(secret) < 16:
+            raise ValueError("the key secret needs at least 16 bytes")
+        self._secret = hashlib.sha256(b"kvatlas.secret.1\0" + secret).digest()
+
+    def root(self, fingerprint: bytes, scope: Scope = PUBLIC, adapter: str = "") -> bytes:
+        """The start of a chain: 16 bytes for one (fingerprint, scope, adapter)."""
+        label = msgspec.json.encode([scope.kind, scope.id, adapter])
+        return hmac.new(self._secret, b"root\0" + fingerprint + label, "sha256").digest()[
+            :KEY_BYTES
+        ]
+
+    def chain(
+        self,
+        parent: bytes,
+        tokens: bytes | memoryview,
+        block_tokens: int,
+        extras: Sequence[bytes] = (),
+    ) -> list[bytes]:
+        """Keys of the full blocks of ``tokens`` (uint32, little endian) that follow ``parent``.
+
+        ``extras[i]``, where not empty, is mixed into block i's key. A last partial block has none.
+        """
+        size = block_tokens * 4
+        prefix = self._secret
+        sha256 = hashlib.sha256
+        view = memoryview(tokens).cast("B")
+        keys: list[bytes] = []
+        key = parent
+        for index, start in enumerate(range(0, len(view) - size + 1, size)):
+            if index < len(extras) and extras[index]:
+                key = sha256(b"".join((prefix, key, b"extra\0", extras[index]))).digest()[:16]
+            key = sha256(b"".join((prefix, key, view[start : start + size]))).digest()[:16]
+            keys.append(key)
+        return keys

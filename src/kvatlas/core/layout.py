@@ -1,0 +1,164 @@
+"""A model's KV state: its components, the groups in which an engine announces them, its costs.
+
+A prefix can be resumed only where every required part of the state exists. Which parts there are,
+how they are cut into blocks and how large they are follows from the model's config, the engine
+and the dtype, and is written down here once.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+
+import msgspec
+
+
+class Rule(enum.StrEnum):
+    """How a component counts at a resume position p (DESIGN §2)."""
+
+    CHAIN = "chain"  # every block up to p
+    WINDOW = "window"  # only the blocks that cover the last W tokens before p
+    OPTIONAL = "optional"  # its loss costs speed, not correctness
+
+
+class Component(msgspec.Struct, frozen=True):
+    """One kind of state, summed over the layers that carry it.
+
+    ``block_tokens`` is the run of tokens that one stored block covers; ``stored_block_bytes`` what
+    the engine keeps for it over all ``layers`` (padding included), ``exact_bytes_per_token`` the
+    logical bytes per token over all layers, before padding.
+    """
+
+    name: str
+    rule: Rule
+    layers: int
+    block_tokens: int
+    stored_block_bytes: int
+    exact_bytes_per_token: float
+    window_tokens: int = 0
+    group: str = ""
+
+
+class Group(msgspec.Struct, frozen=True):
+    """What an engine stores, evicts and announces as one: the unit of the directory's claims.
+
+    Identified on the wire by (kind, window, block size), never by index (V4 Flash and Pro swap
+    theirs). ``copies`` groups may share one identity (V4 Flash has two sliding-window groups);
+    those are told apart by index within one publisher only. ``kind`` "*" matches any.
+    ``window_tokens`` None means `Rule.CHAIN`.
+    """
+
+    name: str
+    kind: str
+    block_tokens: int
+    window_tokens: int | None = None
+    required: bool = True
+    copies: int = 1
+
+    def window_blocks(self) -> int | None:
+        """Blocks of this group that must end at a resume position; None: all of them.
+
+        vLLM 0.32 `SlidingWindowManager`: cdiv(window - 1, block) contiguous blocks.
+        """
+        if self.window_tokens is None:
+            return None
+        return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
+
+    def units(self, grid_tokens: int) -> int:
+        """Blocks of this group inside one grid block that count for a resume at its end."""
+        per_grid = grid_tokens // self.block_tokens
+        blocks = self.window_blocks()
+        return per_grid if blocks is None else min(per_grid, blocks)
+
+    def span(self, grid_tokens: int) -> int | None:
+        """Consecutive grid blocks, ending at p, that must be held for p; None: all up to p."""
+        blocks = self.window_blocks()
+        if blocks is None:
+            return None
+        return -(-blocks * self.block_tokens // grid_tokens)
+
+
+class Compute(msgspec.Struct, frozen=True):
+    """What prefilling costs, in floating-point operations.
+
+    ``linear`` per token; ``attention`` per (query token, attended token) pair, over all layers,
+    beyond the windowed layers, whose cost is constant per token and inside ``linear``. Above
+    ``attended_max`` attended tokens a sparse indexer caps the pairs and only ``scoring``
+    (indexer) operations grow with context.
+    """
+
+    linear: float
+    attention: float
+    attended_max: int | None = None
+    scoring: float = 0.0
+
+    def prefill_flops(self, start: int, end: int) -> float:
+        """Operations to compute tokens start…end-1 when everything before start is cached."""
+        if end <= start:
+            return 0.0
+        cap = self.attended_max
+        pairs = (end * end - start * start) / 2
+        seen = pairs
+        if cap is not None:
+            low, high = min(start, cap), min(end, cap)
+            seen = (high * high - low * low) / 2 + cap * ((end - start) - (high - low))
+        return self.linear * (end - start) + self.attention * seen + self.scoring * pairs
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """All components of one model in one engine at one dtype.
+
+    ``grid_tokens`` is the resume grid: every resume position is a multiple of it, and block keys
+    are computed at that step.
+    """
+
+    model: str
+    engine: str
+    kv_dtype: str
+    grid_tokens: int
+    components: tuple[Component, ...]
+    groups: tuple[Group, ...]
+    compute: Compute | None = None
+    tensor_parallel: str = ""
+
+    def digest(self) -> str:
+        """Hex digest of everything above: a part of the fingerprint."""
+        return hashlib.sha256(b"kvatlas.layout.1\0" + msgspec.json.encode(self)).hexdigest()[:16]
+
+    def bytes_per_token(self) -> float:
+        """Logical bytes that every further token of context adds (chain components only)."""
+        return sum(c.exact_bytes_per_token for c in self.components if c.rule is Rule.CHAIN)
+
+    def page_bytes_per_token(self) -> float:
+        """The same as the engine stores it, padding included."""
+        return sum(
+            c.stored_block_bytes / c.block_tokens for c in self.components if c.rule is Rule.CHAIN
+        )
+
+    def resume_point_bytes(self) -> int:
+        """Fixed bytes of one resume position on the grid, as the engine stores them."""
+        total = 0
+        for c in self.components:
+            if c.rule is Rule.WINDOW:
+                blocks = max(1, -(-(c.window_tokens - 1) // c.block_tokens))
+                total += blocks * c.stored_block_bytes
+        return total
+
+    def resume_bytes(self, tokens: int) -> int:
+        """Stored bytes to move so that another engine can resume at ``tokens``; 0 at 0."""
+        if tokens <= 0:
+            return 0
+        return round(self.page_bytes_per_token() * tokens) + self.resume_point_bytes()
+
+
+def plain(block_tokens: int, *, model: str = "", engine: str = "") -> Layout:
+    """The layout of a model of which only the block size is known: one chain, unknown bytes."""
+    group = Group(name="kv", kind="*", block_tokens=block_tokens)
+    return Layout(
+        model=model,
+        engine=engine,
+        kv_dtype="",
+        grid_tokens=block_tokens,
+        components=(),
+        groups=(group,),
+    )

@@ -1,0 +1,43 @@
+"""Values that every part of the house shares. Frozen, no behaviour beyond reading themselves."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Tier(enum.IntEnum):
+    """Where bytes lie, nearest to the engine first (DESIGN §2)."""
+
+    HBM = 0
+    DRAM = 1
+    DISK = 2
+    OBJECT = 3
+    PEER = 4
+
+
+class Publisher(msgspec.Struct, frozen=True, order=True):
+    """One rank of one engine: the unit that publishes KV events and that a request is sent to."""
+
+    worker: str
+    dp_rank: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.worker}#{self.dp_rank}" if self.dp_rank else self.worker
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """Up to where one publisher can really resume a given prompt, as the directory believes.
+
+    ``tokens`` is the deepest position at which every required group is present; ``chain_tokens``
+    is what counting matching blocks alone would promise (never smaller than ``tokens``).
+    ``tier_tokens`` splits ``tokens`` by the nearest tier that holds them, indexed by `Tier`.
+    ``missing`` names the group that stops it at ``tokens`` ("" when the chain itself ends there).
+    """
+
+    publisher: Publisher
+    tokens: int
+    chain_tokens: int
+    tier_tokens: tuple[int, ...] = ()
+    missing: str = ""

@@ -1,0 +1,35 @@
+"""The error tree. Each error says whose fault it was, what was wrong and what to do.
+
+KvatlasError
+├── ConfigError       the operator's configuration; the process exits with status 2
+├── RequestError      the client's request; answered with an OpenAI error envelope
+├── EngineError       an engine answered wrongly or not at all
+└── LayoutError       a model whose KV state we cannot describe; refused, never guessed
+"""
+
+
+class KvatlasError(Exception):
+    """Base of all errors that kvatlas raises on purpose."""
+
+
+class ConfigError(KvatlasError):
+    """The configuration is at fault. The text names the file, the line and the mend."""
+
+
+class RequestError(KvatlasError):
+    """The client's request is at fault (4xx), or nothing can serve it (5xx)."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str = "invalid_request_error"
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class EngineError(KvatlasError):
+    """An engine is unreachable, or what it sent cannot be understood."""
+
+
+class LayoutError(KvatlasError):
+    """The model's architecture or its config is unknown, contradictory or not supported."""
