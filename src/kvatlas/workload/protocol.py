@@ -1,0 +1,84 @@
+"""The words between an engine model and whoever drives it (stub engine, simulator, tests).
+
+The model is a machine (DESIGN §3): `handle(event, now) → effects`, `tick(now) → effects`,
+`next_deadline() → time | None`. It never reads a clock; ``now`` is in seconds and never decreases.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvatlas.core.events import Event
+
+
+class Arrive(msgspec.Struct, frozen=True):
+    """A request reaches the engine. ``tokens``: prompt ids, uint32 little endian, never empty."""
+
+    id: str
+    tokens: bytes
+    output_tokens: int
+    salt: str = ""
+    adapter: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """The client left: free everything the request holds."""
+
+    id: str
+
+
+class ClearCache(msgspec.Struct, frozen=True):
+    """Drop the prefix cache (vLLM's /reset_prefix_cache)."""
+
+
+Input = Arrive | Abort | ClearCache
+
+
+class BlockRef(msgspec.Struct, frozen=True):
+    """One physical block: ``index`` counts the group's blocks from the start of the prompt."""
+
+    group: int  # index into the layout's groups, copies unrolled
+    index: int
+    block_id: int
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """A request got its blocks: ``cached_tokens`` were resumed, from exactly ``resumed``."""
+
+    id: str
+    cached_tokens: int
+    resumed: tuple[BlockRef, ...]
+
+
+class Computed(msgspec.Struct, frozen=True):
+    """Tokens start…end-1 of the request (prompt, then output) are computed; ``filled`` are the
+    blocks whose last token is now there and that the request still holds."""
+
+    id: str
+    start: int
+    end: int
+    filled: tuple[BlockRef, ...]
+
+
+class Produced(msgspec.Struct, frozen=True):
+    """One output token came out; ``index`` counts from 0. ``finished`` on the last."""
+
+    id: str
+    index: int
+    finished: bool
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """The request can never run here (longer than the whole pool, empty prompt)."""
+
+    id: str
+    reason: str
+
+
+class Published(msgspec.Struct, frozen=True):
+    """KV events of one step: one batch on the wire."""
+
+    events: tuple[Event, ...]
+
+
+Effect = Admitted | Computed | Produced | Rejected | Published
