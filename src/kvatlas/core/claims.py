@@ -1,0 +1,321 @@
+"""One publisher's claims: from its own block hashes to our keys.
+
+An engine names blocks by a hash of its own, which carries no model identity and sometimes stands
+for several groups at once. Here those hashes are turned into our keys, computed from the token
+ids in the events, and into "this grid block is complete in this lane". The chain group names the
+grid blocks; windowed groups are anchored to those names, because a windowed block that ends on
+the grid carries the same engine hash as the chain block that ends there (vLLM 0.32,
+`BlockHashListWithBlockSize`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvatlas.core.events import BlockRemoved, BlockStored
+from kvatlas.core.keys import Keyring, Scope
+from kvatlas.core.records import Tier
+
+if TYPE_CHECKING:
+    from kvatlas.core.directory import Directory, Pool, _Slot
+
+RECENT_MAX = 4096  # names of blocks that just left: parents of what is still to be announced
+PENDING_MAX = 65_536  # claims that wait for the event that names their block
+
+
+class Applied(msgspec.Struct):
+    """What became of a batch, in counts. Only `orphans` ask for a replay."""
+
+    stored: int = 0  # block-holders claimed
+    removed: int = 0
+    cleared: int = 0
+    orphans: int = 0  # events whose parent block is unknown: never filed as a root
+    unknown_removals: int = 0
+    undeclared: int = 0  # events of a group that the layout does not have
+    malformed: int = 0  # hashes and tokens that contradict each other
+    refused: int = 0  # a limit was reached
+    reannounced: int = 0  # windowed groups announced in full, which the engine does not hold
+    unregistered: int = 0
+
+    def add(self, other: Applied) -> None:
+        """Sum field by field."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class _Windows:
+    """Blocks smaller than the grid, of one windowed lane: which grid block they complete."""
+
+    def __init__(self, units: int) -> None:
+        self.full = (1 << units) - 1
+        self.before: dict[int, tuple[int | None, int]] = {}  # hash → (hash before it, tiers)
+        self.place: dict[int, tuple[bytes, int]] = {}  # hash → (grid key, unit from the end)
+        self.masks: list[dict[bytes, int]] = [{} for _ in Tier]  # per tier: key → units held
+
+
+class Claims:
+    """Owned by the directory; `stored` and `removed` are its only writers."""
+
+    def __init__(self, directory: Directory, slot: _Slot, keyring: Keyring, pool: Pool) -> None:
+        self._directory = directory
+        self._slot = slot
+        self._keyring = keyring
+        self._pool = pool
+        self._names: dict[int, bytes] = {}
+        self._recent: dict[int, bytes] = {}
+        self._pending: dict[tuple[int, int], int] = {}  # (lane, hash) → tiers as bits
+        self._lane_of_group: dict[int, int] = {}
+        self._windows = {
+            i: _Windows(lane.units) for i, lane in enumerate(pool.lanes) if lane.units > 1
+        }
+        self._dense = False  # this engine keeps every windowed block, not only the tails
+        self._full = False  # a limit refused a block: its children are no orphans to repair
+        self.touched = False
+
+    def held_keys(self) -> Iterable[bytes]:
+        """Keys that this publisher may hold, each once."""
+        return dict.fromkeys(self._names.values())
+
+    # -- stored ---------------------------------------------------------------------------------
+
+    def stored(self, event: BlockStored, applied: Applied) -> None:
+        """Claim the blocks of one event."""
+        lane = self._lane(event, applied)
+        if lane is None:
+            return
+        self.touched = True
+        if self._pool.lanes[lane].span is not None:
+            self._stored_window(lane, event, applied)
+        elif not event.tokens:
+            for engine_hash in event.hashes:
+                self._claim(lane, event.tier, engine_hash, applied)
+        else:
+            self._stored_chain(lane, event, applied)
+
+    def _stored_chain(self, lane: int, event: BlockStored, applied: Applied) -> None:
+        parent = self._parent_key(event)
+        if parent is None:
+            if self._full:
+                applied.refused += 1
+            else:
+                applied.orphans += 1
+            return
+        keys = self._keyring.chain(parent, event.tokens, event.block_tokens, event.extras)
+        if len(keys) != len(event.hashes):
+            applied.malformed += 1
+            return
+        directory, slot, tier = self._directory, self._slot, event.tier
+        names = self._names
+        anchored = bool(self._windows or self._pending)
+        for engine_hash, key in zip(event.hashes, keys, strict=True):
+            if not directory.set(slot, lane, tier, key):
+                applied.refused += 1
+                self._full = True
+                continue
+            applied.stored += 1
+            names[engine_hash] = key
+            if anchored:
+                self._named(engine_hash, key, applied)
+
+    def _parent_key(self, event: BlockStored) -> bytes | None:
+        if event.parent is None:
+            scope = Scope("tenant", event.salt) if event.salt else Scope()
+            return self._keyring.root(self._pool.fingerprint, scope, event.adapter)
+        return self._names.get(event.parent) or self._recent.get(event.parent)
+
+    def _claim(self, lane: int, tier: Tier, engine_hash: int, applied: Applied) -> None:
+        """Claim a whole grid block by its hash; wait for its name if it has none yet."""
+        key = self._names.get(engine_hash) or self._recent.get(engine_hash)
+        if key is None:
+            self._wait(lane, tier, engine_hash, applied)
+        elif self._directory.set(self._slot, lane, tier, key):
+            self._names[engine_hash] = key
+            applied.stored += 1
+        else:
+            applied.refused += 1
+
+    def _wait(self, lane: int, tier: Tier, engine_hash: int, applied: Applied) -> None:
+        place = (lane, engine_hash)
+        self._pending[place] = self._pending.pop(place, 0) | 1 << tier
+        if len(self._pending) > PENDING_MAX:
+            del self._pending[next(iter(self._pending))]
+            applied.refused += 1
+
+    def _named(self, engine_hash: int, key: bytes, applied: Applied) -> None:
+        """A grid block got its name: settle what waited for it."""
+        for lane in range(len(self._pool.lanes)):
+            tiers = self._pending.pop((lane, engine_hash), 0)
+            for tier in Tier:
+                if tiers & 1 << tier:
+                    self._claim(lane, tier, engine_hash, applied)
+        for lane, windows in self._windows.items():
+            if engine_hash in windows.before:
+                self._assemble(lane, windows, engine_hash, key, applied)
+
+    def _stored_window(self, lane: int, event: BlockStored, applied: Applied) -> None:
+        blocks = len(event.tokens) // 4 // event.block_tokens
+        contiguous = bool(event.tokens) and len(event.hashes) == blocks
+        wanted = self._pool.lanes[lane].group.window_blocks() or 0
+        if contiguous and blocks > wanted:
+            # An engine that keeps only window tails never lists a whole range, except when it is
+            # asked to report a hit in full: then it lists blocks that do not exist (vLLM 0.32,
+            # `BlockPool.emit_cached_block_events`), always from position 0.
+            if event.parent is not None:
+                self._dense = True
+            elif not self._dense and self._known(event.hashes):
+                applied.reannounced += 1
+                return
+        windows = self._windows.get(lane)
+        if windows is None:
+            for engine_hash in event.hashes:
+                self._claim(lane, event.tier, engine_hash, applied)
+            return
+        before = event.parent if contiguous else None
+        for engine_hash in event.hashes:
+            tiers = windows.before.pop(engine_hash, (None, 0))[1] | 1 << event.tier
+            windows.before[engine_hash] = (before, tiers)
+            before = engine_hash
+        for engine_hash in event.hashes:
+            key = self._names.get(engine_hash) or self._recent.get(engine_hash)
+            if key is not None:
+                self._assemble(lane, windows, engine_hash, key, applied)
+        while len(windows.before) > PENDING_MAX:
+            del windows.before[next(iter(windows.before))]
+            applied.refused += 1
+
+    def _known(self, hashes: tuple[int, ...]) -> bool:
+        return any(engine_hash in self._names for engine_hash in hashes)
+
+    def _assemble(
+        self, lane: int, windows: _Windows, anchor: int, key: bytes, applied: Applied
+    ) -> None:
+        """File the blocks of a window that ends at ``anchor`` under its grid block."""
+        engine_hash: int | None = anchor
+        for unit in range(windows.full.bit_length()):
+            if engine_hash is None or engine_hash not in windows.before:
+                return
+            place = windows.place.get(engine_hash)
+            if place is not None and place != (key, unit):
+                return  # belongs to another window: this one has a hole
+            before, tiers = windows.before.pop(engine_hash)
+            windows.place[engine_hash] = (key, unit)
+            for tier in Tier:
+                if tiers & 1 << tier:
+                    masks = windows.masks[tier]
+                    masks[key] = masks.get(key, 0) | 1 << unit
+                    if masks[key] == windows.full:
+                        self._complete(lane, tier, anchor, key, applied)
+            engine_hash = before
+
+    def _complete(self, lane: int, tier: Tier, anchor: int, key: bytes, applied: Applied) -> None:
+        if self._directory.set(self._slot, lane, tier, key):
+            self._names[anchor] = key
+            applied.stored += 1
+        else:
+            applied.refused += 1
+
+    # -- removed --------------------------------------------------------------------------------
+
+    def removed(self, event: BlockRemoved, applied: Applied) -> None:
+        """Give up claims; what was never claimed is counted and changes nothing."""
+        tiers = tuple(Tier) if event.tier is None else (event.tier,)
+        if event.group is not None and event.group in self._lane_of_group:
+            lanes: Iterable[int] = (self._lane_of_group[event.group],)
+        elif event.group is not None and len(self._pool.lanes) > 1:
+            applied.undeclared += 1
+            return
+        else:
+            lanes = range(len(self._pool.lanes))
+        for engine_hash in event.hashes:
+            gone = 0
+            for lane in lanes:
+                windows = self._windows.get(lane)
+                for tier in tiers:
+                    if windows is None:
+                        gone += self._drop(lane, tier, engine_hash)
+                    else:
+                        gone += self._drop_unit(lane, tier, windows, engine_hash)
+            applied.removed += gone
+            applied.unknown_removals += not gone
+
+    def _drop(self, lane: int, tier: Tier, engine_hash: int) -> int:
+        waiting = self._pending.get((lane, engine_hash), 0)
+        if waiting & 1 << tier:
+            waiting &= ~(1 << tier)
+            if waiting:
+                self._pending[(lane, engine_hash)] = waiting
+            else:
+                del self._pending[(lane, engine_hash)]
+            return 1
+        key = self._names.get(engine_hash)
+        if key is None or not self._directory.clear(self._slot, lane, tier, key):
+            return 0
+        self._forget(engine_hash, key)
+        return 1
+
+    def _drop_unit(self, lane: int, tier: Tier, windows: _Windows, engine_hash: int) -> int:
+        if engine_hash in windows.before:
+            before, tiers = windows.before[engine_hash]
+            tiers &= ~(1 << tier)
+            if tiers:
+                windows.before[engine_hash] = (before, tiers)
+            else:
+                del windows.before[engine_hash]
+            return 1
+        place = windows.place.get(engine_hash)
+        if place is None:
+            return 0
+        key, unit = place
+        masks = windows.masks[tier]
+        mask = masks.get(key, 0)
+        if not mask & 1 << unit:
+            return 0
+        if mask == windows.full:
+            self._directory.clear(self._slot, lane, tier, key)
+        mask &= ~(1 << unit)
+        if mask:
+            masks[key] = mask
+        else:
+            del masks[key]
+        if not any(m.get(key, 0) & 1 << unit for m in windows.masks):
+            del windows.place[engine_hash]
+        name = self._names.get(engine_hash)
+        if name is not None:
+            self._forget(engine_hash, name)
+        return 1
+
+    def _forget(self, engine_hash: int, key: bytes) -> None:
+        """Drop a name that nothing uses any more, but remember it for a while as a parent."""
+        if self._directory.holds(self._slot, key):
+            return
+        del self._names[engine_hash]
+        self._recent[engine_hash] = key
+        if len(self._recent) > RECENT_MAX:
+            del self._recent[next(iter(self._recent))]
+
+    # -- which lane -----------------------------------------------------------------------------
+
+    def _lane(self, event: BlockStored, applied: Applied) -> int | None:
+        """The lane of an event, by (kind, window, block size); copies by the engine's index."""
+        group = event.group
+        if group is not None and group in self._lane_of_group:
+            lane = self._lane_of_group[group]
+            if self._pool.lanes[lane].group.block_tokens == event.block_tokens:
+                return lane
+        taken = set(self._lane_of_group.values())
+        for index, lane_record in enumerate(self._pool.lanes):
+            wanted = lane_record.group
+            if (
+                wanted.block_tokens == event.block_tokens
+                and (event.kind is None or wanted.kind in ("*", event.kind))
+                and (event.kind is None or wanted.window_tokens == event.window_tokens)
+                and (group is None or index not in taken)
+            ):
+                if group is not None:
+                    self._lane_of_group[group] = index
+                return index
+        applied.undeclared += 1
+        return None
