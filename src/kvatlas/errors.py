@@ -4,6 +4,7 @@ KvatlasError
 ├── ConfigError       the operator's configuration; the process exits with status 2
 ├── RequestError      the client's request; answered with an OpenAI error envelope
 ├── EngineError       an engine answered wrongly or not at all
+├── TraceError        a workload file; the text names the file, the line and what is wrong there
 └── LayoutError       a model whose KV state we cannot describe; refused, never guessed
 """
 
@@ -29,6 +30,10 @@ class RequestError(KvatlasError):
 
 class EngineError(KvatlasError):
     """An engine is unreachable, or what it sent cannot be understood."""
+
+
+class TraceError(KvatlasError):
+    """A workload file cannot be read or contradicts itself. The text names file and line."""
 
 
 class LayoutError(KvatlasError):
