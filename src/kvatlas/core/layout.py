@@ -21,12 +21,23 @@ class Rule(enum.StrEnum):
     OPTIONAL = "optional"  # its loss costs speed, not correctness
 
 
+def round_up(size: int, step: int) -> int:
+    """The smallest multiple of ``step`` that is not below ``size``."""
+    return -(-size // step) * step
+
+
+def _window_blocks(window_tokens: int, block_tokens: int) -> int:
+    return max(1, -(-(window_tokens - 1) // block_tokens))
+
+
 class Component(msgspec.Struct, frozen=True):
     """One kind of state, summed over the layers that carry it.
 
     ``block_tokens`` is the run of tokens that one stored block covers; ``stored_block_bytes`` what
-    the engine keeps for it over all ``layers`` (padding included), ``exact_bytes_per_token`` the
-    logical bytes per token over all layers, before padding.
+    the engine keeps for it over all ``layers`` (padding included; a ring may keep fewer rows than
+    the block has tokens), ``exact_bytes_per_token`` the logical bytes per token over all layers,
+    before padding. ``group`` names the `Group` whose events announce it; "" means that the engine
+    announces it nowhere, so that its presence is believed and not known (SGLang's windows).
     """
 
     name: str
@@ -37,6 +48,14 @@ class Component(msgspec.Struct, frozen=True):
     exact_bytes_per_token: float
     window_tokens: int = 0
     group: str = ""
+
+    def window_blocks(self) -> int | None:
+        """Blocks that must end at a resume position; None: all of them."""
+        return (
+            None
+            if self.rule is Rule.CHAIN
+            else _window_blocks(self.window_tokens, self.block_tokens)
+        )
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -62,7 +81,7 @@ class Group(msgspec.Struct, frozen=True):
         """
         if self.window_tokens is None:
             return None
-        return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
+        return _window_blocks(self.window_tokens, self.block_tokens)
 
     def units(self, grid_tokens: int) -> int:
         """Blocks of this group inside one grid block that count for a resume at its end."""
@@ -83,8 +102,9 @@ class Compute(msgspec.Struct, frozen=True):
 
     ``linear`` per token; ``attention`` per (query token, attended token) pair, over all layers,
     beyond the windowed layers, whose cost is constant per token and inside ``linear``. Above
-    ``attended_max`` attended tokens a sparse indexer caps the pairs and only ``scoring``
-    (indexer) operations grow with context.
+    ``attended_max`` attended tokens a sparse indexer caps those pairs, and only ``scoring`` grows
+    with the context: what every pair costs in any case (the indexer itself, and V4's HCA layers,
+    which see all of their few entries).
     """
 
     linear: float
@@ -109,7 +129,9 @@ class Layout(msgspec.Struct, frozen=True):
     """All components of one model in one engine at one dtype.
 
     ``grid_tokens`` is the resume grid: every resume position is a multiple of it, and block keys
-    are computed at that step.
+    are computed at that step. ``tensor_parallel`` is "replicated" (every rank holds all bytes: one
+    rank writes, all ranks load or none) or "by_head" (each rank holds its KV heads' share of the
+    bytes, which are counted here over all heads); "" where unknown.
     """
 
     model: str
@@ -122,8 +144,9 @@ class Layout(msgspec.Struct, frozen=True):
     tensor_parallel: str = ""
 
     def digest(self) -> str:
-        """Hex digest of everything above: a part of the fingerprint."""
-        return hashlib.sha256(b"kvatlas.layout.1\0" + msgspec.json.encode(self)).hexdigest()[:16]
+        """Hex digest of all that describes the state (not its cost): part of the fingerprint."""
+        state = msgspec.json.encode(msgspec.structs.replace(self, compute=None))
+        return hashlib.sha256(b"kvatlas.layout.1\0" + state).hexdigest()[:16]
 
     def bytes_per_token(self) -> float:
         """Logical bytes that every further token of context adds (chain components only)."""
@@ -137,18 +160,24 @@ class Layout(msgspec.Struct, frozen=True):
 
     def resume_point_bytes(self) -> int:
         """Fixed bytes of one resume position on the grid, as the engine stores them."""
-        total = 0
-        for c in self.components:
-            if c.rule is Rule.WINDOW:
-                blocks = max(1, -(-(c.window_tokens - 1) // c.block_tokens))
-                total += blocks * c.stored_block_bytes
-        return total
+        return self._window_bytes(None)
 
     def resume_bytes(self, tokens: int) -> int:
         """Stored bytes to move so that another engine can resume at ``tokens``; 0 at 0."""
         if tokens <= 0:
             return 0
-        return round(self.page_bytes_per_token() * tokens) + self.resume_point_bytes()
+        return round(self.page_bytes_per_token() * tokens) + self._window_bytes(tokens)
+
+    def _window_bytes(self, tokens: int | None) -> int:
+        """Stored bytes of all windows that end at ``tokens``; None: far from the beginning."""
+        total = 0
+        for c in self.components:
+            if c.rule is Rule.WINDOW:
+                blocks = _window_blocks(c.window_tokens, c.block_tokens)
+                if tokens is not None:
+                    blocks = min(blocks, -(-tokens // c.block_tokens))
+                total += blocks * c.stored_block_bytes
+        return total
 
 
 def plain(block_tokens: int, *, model: str = "", engine: str = "") -> Layout:
