@@ -223,7 +223,7 @@ def _window(
         layers=layers,
         block_tokens=block,
         stored_block_bytes=layers * round_up((rows_kept or block) * row, align),
-        exact_bytes_per_token=layers * row,
+        exact_bytes_per_token=float(layers * row),
         window_tokens=window,
         group=group,
     )
@@ -290,6 +290,8 @@ def _swa_copies(shape: Shape) -> int:
     """
     layers = shape.layers + shape.drafts
     repeats = [n for n in (layers, shape.csa, shape.hca) if n]
+    if shape.hca in (0, shape.csa):
+        repeats.append(shape.csa)  # then the chain consists of equal repeats too
 
     def waste(run: int) -> int:
         return sum(-n % run for n in repeats)

@@ -73,7 +73,7 @@ def layout(fields: Fields, wanted: Wanted) -> Layout:
                 layers=layers,
                 block_tokens=block,
                 stored_block_bytes=layers * block * token_bytes,
-                exact_bytes_per_token=layers * token_bytes,
+                exact_bytes_per_token=float(layers * token_bytes),
                 window_tokens=window,
                 group=group,
             )

@@ -55,7 +55,7 @@ def layout(fields: Fields, wanted: Wanted) -> Layout:
                 layers=layers,
                 block_tokens=block,
                 stored_block_bytes=layers * block * size,
-                exact_bytes_per_token=layers * size,
+                exact_bytes_per_token=float(layers * size),
                 group="kv",
             )
             for name, size in rows
