@@ -1,0 +1,148 @@
+"""Prices in seconds, from running estimates of what each engine really does.
+
+Nothing here is a constant for long: each estimate starts from a prior that weighs as much as a
+few observations and follows what is measured from then on, with its spread.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from kvatlas.core.layout import Compute, Layout
+from kvatlas.core.records import Tier
+
+_DECAY = 0.97  # an observation weighs half after 23 further ones
+_PRIOR_WEIGHT = 4.0
+
+# Priors for a first load from each tier, bytes/s; replaced by what is measured.
+_PRIOR_BYTES_PER_S = {Tier.DRAM: 20e9, Tier.DISK: 3e9, Tier.OBJECT: 2e9, Tier.PEER: 5e9}
+_PRIOR_LATENCY_S = 0.005
+_PRIOR_CROWD_S = 0.004  # decode slowed by one more request in flight, over one answer
+
+
+class Line:
+    """Exponentially decayed least squares of y = intercept + slope · x, both at least zero."""
+
+    def __init__(self, intercept: float, slope: float, x_typical: float) -> None:
+        """The prior is two pseudo-observations, at x = 0 and at ``x_typical``."""
+        self._w = self._x = self._y = self._xx = self._xy = 0.0
+        self._error2 = 0.0
+        self.count = 0
+        self.intercept, self.slope = intercept, slope
+        for x in (0.0, x_typical):
+            self._add(x, intercept + slope * x, _PRIOR_WEIGHT / 2)
+
+    def _add(self, x: float, y: float, weight: float) -> None:
+        self._w += weight
+        self._x += weight * x
+        self._y += weight * y
+        self._xx += weight * x * x
+        self._xy += weight * x * y
+
+    def at(self, x: float) -> float:
+        """The estimate of y at ``x``."""
+        return self.intercept + self.slope * x
+
+    def observe(self, x: float, y: float) -> None:
+        """Learn from one measured pair; what is not a finite number ≥ 0 is ignored."""
+        if not (math.isfinite(x) and math.isfinite(y) and x >= 0 and y >= 0):
+            return
+        error = y - self.at(x)
+        self._error2 = _DECAY * self._error2 + (1 - _DECAY) * error * error
+        for name in ("_w", "_x", "_y", "_xx", "_xy"):
+            setattr(self, name, getattr(self, name) * _DECAY)
+        self._add(x, y, 1.0)
+        self.count += 1
+        spread_x = self._xx * self._w - self._x * self._x
+        slope = (self._xy * self._w - self._x * self._y) / spread_x if spread_x > 1e-12 else 0.0
+        slope = max(0.0, slope)
+        intercept = (self._y - slope * self._x) / self._w
+        if intercept < 0:
+            intercept, slope = 0.0, (self._xy / self._xx if self._xx else 0.0)
+        self.intercept, self.slope = intercept, slope
+
+    @property
+    def spread(self) -> float:
+        """Root mean square error of recent predictions, in the unit of y."""
+        return math.sqrt(self._error2)
+
+
+class Price(msgspec.Struct, frozen=True):
+    """One plan in seconds. ``ttft_s`` is what the request will see; ``total_s`` decides.
+
+    ``crowd_s``: what the requests in flight there will slow this one down by while it decodes.
+    ``charge_s``: engine time taken from everybody else, at the router's rate of exchange. Without
+    it a burst on one new prefix would be computed on every idle engine at once.
+    """
+
+    wait_s: float
+    load_s: float
+    recompute_s: float
+    crowd_s: float
+    charge_s: float
+
+    @property
+    def service_s(self) -> float:
+        """What the engine spends on this request before its first token."""
+        return self.load_s + self.recompute_s
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted time to first token."""
+        return self.wait_s + self.load_s + self.recompute_s
+
+    @property
+    def total_s(self) -> float:
+        """What plans are compared by."""
+        return self.ttft_s + self.crowd_s + self.charge_s
+
+
+class EngineCost:
+    """What one publisher's time is worth: prefill, load and crowding, as measured on it."""
+
+    def __init__(self, layout: Layout, prefill_tokens_per_s: float) -> None:
+        self._compute = layout.compute or Compute(linear=1.0, attention=0.0)
+        self._layout = layout
+        self.grid_tokens = layout.grid_tokens
+        unit = self._compute.prefill_flops(0, 2048)
+        self.prefill = Line(_PRIOR_LATENCY_S, 2048 / prefill_tokens_per_s / unit, unit)
+        self.crowd = Line(0.0, _PRIOR_CROWD_S, 8.0)
+        self.loads = {
+            tier: Line(_PRIOR_LATENCY_S, 1 / rate, 100e6)
+            for tier, rate in _PRIOR_BYTES_PER_S.items()
+        }
+
+    def recompute_s(self, start: int, end: int) -> float:
+        """Seconds to prefill tokens start…end-1, attention included."""
+        return self.prefill.at(self._compute.prefill_flops(start, end))
+
+    def load_bytes(self, tokens: int) -> int:
+        """Bytes that a resume moves when ``tokens`` of it lie below hbm."""
+        return self._layout.resume_bytes(tokens)
+
+    def load_s(self, tier_tokens: tuple[int, ...]) -> float:
+        """Seconds to load what a resume takes from below hbm; ``tier_tokens`` as in `Resume`."""
+        total = 0.0
+        for tier, tokens in enumerate(tier_tokens):
+            if tier != Tier.HBM and tokens:
+                total += self.loads[Tier(tier)].at(self.load_bytes(tokens))
+        return total
+
+    def observe_prefill(self, start: int, end: int, seconds: float) -> None:
+        """One request's own service time: first token minus when the engine could begin it."""
+        self.prefill.observe(self._compute.prefill_flops(start, end), seconds)
+
+    def observe_load(self, tier: Tier, tokens: int, seconds: float) -> None:
+        """One request whose resume came from ``tier`` and took ``seconds`` beyond its prefill."""
+        self.loads[tier].observe(self.load_bytes(tokens), max(0.0, seconds))
+
+    def observe_decode(self, in_flight: int, seconds: float) -> None:
+        """One answer took ``seconds`` after its first token, among ``in_flight`` others."""
+        self.crowd.observe(float(in_flight), seconds)
+
+    def crowd_s(self, in_flight: int) -> float:
+        """Seconds that ``in_flight`` requests add to one more; never quite free, so that equal
+        plans spread."""
+        return max(self.crowd.slope, _PRIOR_CROWD_S / 4) * in_flight

@@ -1,0 +1,388 @@
+"""The router: a priced plan per candidate engine, the cheapest first, with its reasons.
+
+`peek` reads and decides; `begin`, `first_token` and `end` tell it what then happened. Nothing
+else changes its state, and time is always an argument.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+
+from kvatlas.core.cost import EngineCost, Price
+from kvatlas.core.layout import Layout
+from kvatlas.core.records import Publisher, Resume, Tier
+
+HOLDERS_MAX = 8  # candidates that hold the longest prefixes
+IDLE_MAX = 4  # and the least loaded ones
+CHARGE = 0.5  # price of a second of engine time taken from others, in seconds of one's own
+FAIR_SHARE = 2  # no engine holds more than this times its fair share of what is in flight…
+FAIR_SHARE_FLOOR = 4  # …once it has more than this many
+EXPECTED_MAX = 1_000_000
+EXPECTED_GRACE_S = 2.0  # between a first token and the events that announce its blocks
+
+
+class Params(msgspec.Struct, frozen=True):
+    """``prefill_tokens_per_s`` is only the prior of the first few requests of each engine."""
+
+    policy: str = "price"
+    prefill_tokens_per_s: float = 8000.0
+    in_flight_max: int = 100_000
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What is to be routed. ``keys``: per fingerprint the block keys of the prompt's blocks that
+    may be resumed. ``unkeyed`` says why there are none (then load alone decides)."""
+
+    id: str
+    prompt_tokens: int
+    keys: dict[bytes, Sequence[bytes]]
+    resumes: Sequence[Resume] = ()
+    unkeyed: str = ""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """One candidate. ``resume_tokens`` counts what it holds, ``expected_tokens`` also what
+    requests in flight there are computing right now."""
+
+    publisher: Publisher
+    resume_tokens: int
+    expected_tokens: int
+    chain_tokens: int
+    tier_tokens: tuple[int, ...]
+    in_flight: int
+    over_share: bool
+    price: Price
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Plans in the order in which they are tried; the first is the choice."""
+
+    id: str
+    at: float
+    prompt_tokens: int
+    policy: str
+    unkeyed: str
+    plans: tuple[Plan, ...]
+    considered: int
+
+
+class _Engine:
+    """The router's own books of one publisher."""
+
+    def __init__(
+        self, publisher: Publisher, bit: int, fingerprint: bytes, cost: EngineCost
+    ) -> None:
+        self.publisher = publisher
+        self.bit = bit
+        self.fingerprint = fingerprint
+        self.cost = cost
+        self.up = True
+        self.in_flight = 0
+        self.foreign = 0  # requests that the engine reports beyond our own
+        self.chosen = 0  # sequence number of the last choice: breaks ties by rotation
+        self.free_at = 0.0  # when its prefill queue, as we know it, will have drained
+        self.queued_s = 0.0  # service time of what was sent and has not answered yet
+        self.last_first_token = 0.0
+        self.windowed = False
+
+    def load(self) -> int:
+        return self.in_flight + self.foreign
+
+
+class _Flight(msgspec.Struct):
+    """One request between `begin` and `end`."""
+
+    engine: _Engine
+    plan: Plan
+    prompt_tokens: int
+    sent_at: float
+    keys: Sequence[bytes]
+    answered_at: float = -1.0
+
+
+class Router:
+    """One per gateway. Publishers come and go; requests in flight are bounded."""
+
+    def __init__(self, params: Params | None = None) -> None:
+        self._params = params or Params()
+        self._engines: dict[Publisher, _Engine] = {}
+        self._free_bits: list[int] = []
+        self._flights: dict[str, _Flight] = {}
+        self._sequence = 0
+        self._expected: dict[bytes, int] = {}  # block key → engines computing it right now
+        self._ends: dict[bytes, int] = {}  # the same for the last block of each prompt
+        self._fading: deque[tuple[float, int, Sequence[bytes]]] = deque()
+
+    # -- engines --------------------------------------------------------------------------------
+
+    def add(self, publisher: Publisher, layout: Layout, fingerprint: bytes) -> None:
+        """A publisher that requests may be sent to. Known already: nothing happens."""
+        if publisher in self._engines:
+            return
+        cost = EngineCost(layout, self._params.prefill_tokens_per_s)
+        bit = self._free_bits.pop() if self._free_bits else 1 << len(self._engines)
+        engine = _Engine(publisher, bit, fingerprint, cost)
+        engine.windowed = any(g.required and g.window_tokens for g in layout.groups)
+        self._engines[publisher] = engine
+
+    def remove(self, publisher: Publisher) -> None:
+        """No new request goes there; those in flight end by themselves."""
+        engine = self._engines.pop(publisher, None)
+        if engine is not None:
+            for table in (self._expected, self._ends):
+                self._forget_in(table, engine.bit, list(table))
+            self._fading = deque(f for f in self._fading if f[1] != engine.bit)
+            for flight in self._flights.values():
+                if flight.engine is engine:
+                    flight.keys = ()
+            self._free_bits.append(engine.bit)
+
+    def set_up(self, publisher: Publisher, up: bool) -> None:
+        """Health as polled: an engine that is down is no candidate."""
+        engine = self._engines.get(publisher)
+        if engine is not None:
+            engine.up = up
+
+    def set_load(self, publisher: Publisher, requests: int) -> None:
+        """What the engine itself reports as running and waiting: others may use it too."""
+        engine = self._engines.get(publisher)
+        if engine is not None:
+            engine.foreign = max(0, requests - engine.in_flight)
+
+    def cost_of(self, publisher: Publisher) -> EngineCost | None:
+        """The running estimates of one engine."""
+        engine = self._engines.get(publisher)
+        return engine.cost if engine else None
+
+    def in_flight(self) -> dict[Publisher, int]:
+        """Requests between `begin` and `end`, per engine."""
+        return {p: e.in_flight for p, e in self._engines.items()}
+
+    # -- the decision ---------------------------------------------------------------------------
+
+    def peek(self, ask: Ask, now: float, among: Collection[Publisher] | None = None) -> Decision:
+        """Plans for a request, cheapest first; none when no engine is up. Changes nothing.
+
+        ``among`` limits the candidates (engines that serve the model, not tried yet).
+        """
+        engines = [
+            e
+            for e in (
+                self._engines.values()
+                if among is None
+                else (self._engines[p] for p in among if p in self._engines)
+            )
+            if e.up
+        ]
+        policy = self._params.policy
+        if not engines:
+            plans: list[Plan] = []
+        elif policy == "round_robin":
+            plans = [self._plan(ask, e, now) for e in self._rotation(engines)]
+        elif policy == "least_load" or ask.unkeyed:
+            near = heapq.nsmallest(IDLE_MAX, engines, key=_idleness(now))
+            plans = [self._plan(ask, e, now) for e in near]
+        else:
+            plans = self._priced(ask, engines, now)
+        return Decision(
+            ask.id, now, ask.prompt_tokens, policy, ask.unkeyed, tuple(plans), len(engines)
+        )
+
+    def _rotation(self, engines: list[_Engine]) -> list[_Engine]:
+        return sorted(engines, key=lambda e: e.chosen)[:IDLE_MAX]
+
+    def _priced(self, ask: Ask, engines: list[_Engine], now: float) -> list[Plan]:
+        resumes = {r.publisher: r for r in ask.resumes}
+        expected = self._expected_tokens(ask, resumes) if self._expected else {}
+        allowed = {e.publisher: e for e in engines}
+        candidates: dict[Publisher, _Engine] = {}
+        for resume in ask.resumes:
+            if resume.tokens and resume.publisher in allowed:
+                candidates[resume.publisher] = allowed[resume.publisher]
+                if len(candidates) >= HOLDERS_MAX:
+                    break
+        for publisher in sorted(expected, key=lambda p: -expected[p])[:HOLDERS_MAX]:
+            if publisher in allowed:
+                candidates[publisher] = allowed[publisher]
+        for engine in heapq.nsmallest(IDLE_MAX, engines, key=_idleness(now)):
+            candidates[engine.publisher] = engine
+        total = sum(e.load() for e in engines) + 1
+        share = max(FAIR_SHARE_FLOOR, math.ceil(FAIR_SHARE * total / len(engines)))
+        plans = [
+            self._plan(
+                ask,
+                engine,
+                now,
+                resume=resumes.get(publisher),
+                expected=expected.get(publisher, 0),
+                share=share,
+            )
+            for publisher, engine in candidates.items()
+        ]
+        plans.sort(key=self._order)
+        return plans
+
+    def _order(self, plan: Plan) -> tuple[bool, float, int, int, Publisher]:
+        engine = self._engines[plan.publisher]
+        price = round(plan.price.total_s, 6)
+        return plan.over_share, price, plan.in_flight, engine.chosen, plan.publisher
+
+    def _plan(
+        self,
+        ask: Ask,
+        engine: _Engine,
+        now: float,
+        *,
+        resume: Resume | None = None,
+        expected: int = 0,
+        share: int = 0,
+    ) -> Plan:
+        held = resume.tokens if resume else 0
+        tiers = resume.tier_tokens if resume else ()
+        start = max(held, expected)
+        cost = engine.cost
+        tokens = max(ask.prompt_tokens, 0)
+        recompute = cost.recompute_s(min(start, tokens), tokens)
+        load = engine.load()
+        price = Price(
+            wait_s=max(0.0, engine.free_at - now),
+            load_s=cost.load_s(tiers) if len(tiers) > 1 else 0.0,
+            recompute_s=recompute,
+            crowd_s=cost.crowd_s(load),
+            charge_s=CHARGE * recompute,
+        )
+        return Plan(
+            publisher=engine.publisher,
+            resume_tokens=held,
+            expected_tokens=start,
+            chain_tokens=resume.chain_tokens if resume else 0,
+            tier_tokens=tiers,
+            in_flight=load,
+            over_share=bool(share) and load + 1 > share,
+            price=price,
+        )
+
+    def _expected_tokens(self, ask: Ask, resumes: dict[Publisher, Resume]) -> dict[Publisher, int]:
+        """Tokens that engines will hold once what they compute right now is done.
+
+        Walks on from what the directory knows of each engine. Where the layout has windowed
+        groups only the end of a prompt becomes a resume point, so only that counts.
+        """
+        result: dict[Publisher, int] = {}
+        for fingerprint, keys in ask.keys.items():
+            if not keys:
+                continue
+            for engine in self._engines.values():
+                if engine.fingerprint != fingerprint:
+                    continue
+                grid = engine.cost.grid_tokens
+                resume = resumes.get(engine.publisher)
+                at = resume.chain_tokens // grid if resume else 0
+                best = 0
+                while at < len(keys) and self._expected.get(keys[at], 0) & engine.bit:
+                    at += 1
+                    if not engine.windowed or self._ends.get(keys[at - 1], 0) & engine.bit:
+                        best = at
+                if best:
+                    result[engine.publisher] = best * grid
+        return result
+
+    # -- what then happened ---------------------------------------------------------------------
+
+    def begin(self, ask: Ask, plan: Plan, now: float) -> None:
+        """The request is sent by ``plan``. A request that was begun before moves over."""
+        if ask.id in self._flights:
+            self.end(ask.id, now, ok=False)
+        engine = self._engines.get(plan.publisher)
+        if engine is None or len(self._flights) >= self._params.in_flight_max:
+            return
+        self._sequence += 1
+        engine.chosen = self._sequence
+        engine.in_flight += 1
+        engine.queued_s += plan.price.service_s
+        engine.free_at = max(engine.free_at, now) + plan.price.service_s
+        keys = list(ask.keys.get(engine.fingerprint, ()))
+        new = keys[plan.resume_tokens // engine.cost.grid_tokens :]
+        self._flights[ask.id] = _Flight(engine, plan, ask.prompt_tokens, now, new)
+        if new and len(self._expected) < EXPECTED_MAX:
+            bit, expected = engine.bit, self._expected
+            for key in new:
+                expected[key] = expected.get(key, 0) | bit
+            self._ends[new[-1]] = self._ends.get(new[-1], 0) | bit
+        self._fade(now)
+
+    def first_token(self, request_id: str, now: float, cached_tokens: int = -1) -> None:
+        """The answer began: learn what the prefill took, and that its queue moved on."""
+        flight = self._flights.get(request_id)
+        if flight is None or flight.answered_at >= 0:
+            return
+        flight.answered_at = now
+        engine, plan = flight.engine, flight.plan
+        began = max(flight.sent_at, engine.last_first_token)
+        engine.last_first_token = now
+        cached = cached_tokens if cached_tokens >= 0 else plan.expected_tokens
+        if flight.prompt_tokens > 0:
+            self._learn(engine, plan, flight.prompt_tokens, cached, now - began)
+        engine.queued_s = max(0.0, engine.queued_s - plan.price.service_s)
+        engine.free_at = now + engine.queued_s
+        self._fading.append((now + EXPECTED_GRACE_S, engine.bit, flight.keys))
+        flight.keys = ()
+
+    def _learn(
+        self, engine: _Engine, plan: Plan, prompt_tokens: int, cached: int, seconds: float
+    ) -> None:
+        lower = [t for t, n in enumerate(plan.tier_tokens) if t != Tier.HBM and n]
+        cost = engine.cost
+        start = min(cached, prompt_tokens)
+        if lower and start:
+            beyond = seconds - cost.recompute_s(start, prompt_tokens)
+            cost.observe_load(Tier(lower[0]), plan.tier_tokens[lower[0]], beyond)
+        else:
+            cost.observe_prefill(start, prompt_tokens, seconds)
+
+    def end(self, request_id: str, now: float, *, ok: bool) -> None:
+        """The request is over, however it ended; unknown ids are ignored."""
+        flight = self._flights.pop(request_id, None)
+        if flight is None:
+            return
+        engine = flight.engine
+        engine.in_flight -= 1
+        if flight.answered_at < 0:
+            service_s = flight.plan.price.service_s
+            engine.queued_s = max(0.0, engine.queued_s - service_s)
+            engine.free_at = max(now, engine.free_at - service_s)
+            self._forget(engine.bit, flight.keys)
+        elif ok:
+            engine.cost.observe_decode(engine.in_flight, now - flight.answered_at)
+        self._fade(now)
+
+    def _fade(self, now: float) -> None:
+        while self._fading and self._fading[0][0] <= now:
+            _, bit, keys = self._fading.popleft()
+            self._forget(bit, keys)
+
+    def _forget(self, bit: int, keys: Sequence[bytes]) -> None:
+        self._forget_in(self._expected, bit, keys)
+        self._forget_in(self._ends, bit, keys[-1:])
+
+    def _forget_in(self, table: dict[bytes, int], bit: int, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            mask = table.get(key, 0) & ~bit
+            if mask:
+                table[key] = mask
+            else:
+                table.pop(key, None)
+
+
+def _idleness(now: float) -> Callable[[_Engine], tuple[float, int, int]]:
+    """Least loaded first: the shortest queue, then the fewest requests, then by rotation."""
+
+    def key(engine: _Engine) -> tuple[float, int, int]:
+        return max(0.0, engine.free_at - now), engine.load(), engine.chosen
+
+    return key

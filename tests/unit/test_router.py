@@ -1,0 +1,173 @@
+"""The router: prices in seconds, affinity without hot spots."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvatlas.core.cost import EngineCost, Line
+from kvatlas.core.layout import Group, Layout, plain
+from kvatlas.core.records import Publisher, Resume, Tier
+from kvatlas.core.router import Ask, Decision, Params, Router
+
+FP = b"\1" * 32
+BLOCK = 50
+RATE = 1000.0  # tokens/s
+
+
+def keys(name: str, blocks: int) -> list[bytes]:
+    return [f"{name}{i}".encode().ljust(16, b".") for i in range(blocks)]
+
+
+def ask(number: int, tokens: int, prefix: list[bytes], resumes: tuple[Resume, ...] = ()) -> Ask:
+    own = keys(f"own{number}-", max(0, (tokens - 1) // BLOCK - len(prefix)))
+    return Ask(str(number), tokens, {FP: prefix + own}, resumes)
+
+
+def router(count: int, *, policy: str = "price", layout: Layout | None = None) -> Router:
+    made = Router(Params(policy=policy, prefill_tokens_per_s=RATE))
+    for i in range(count):
+        made.add(Publisher(f"w{i}"), layout or plain(BLOCK), FP)
+    return made
+
+
+def choose(made: Router, request: Ask, now: float = 0.0) -> Decision:
+    decision = made.peek(request, now)
+    made.begin(request, decision.plans[0], now)
+    return decision
+
+
+def test_the_holder_wins_at_equal_load_and_loses_when_busy() -> None:
+    made = router(2)
+    held = (Resume(Publisher("w1"), 2000, 2000, (2000,)),)
+    decision = choose(made, ask(1, 2050, keys("p", 40), held))
+    assert decision.plans[0].publisher.worker == "w1"
+    assert decision.plans[0].price.recompute_s == pytest.approx(0.055, abs=0.01)
+    for number in range(2, 6):  # four other long prompts queue up on w1
+        request = ask(number, 2000, keys(f"q{number}", 1))
+        plan = next(p for p in made.peek(request, 0.0).plans if p.publisher.worker == "w1")
+        made.begin(request, plan, 0.0)
+    decision = made.peek(ask(9, 2050, keys("p", 40), held), 0.0)
+    assert decision.plans[0].publisher.worker == "w0"
+    assert decision.plans[1].price.wait_s > 3
+
+
+def test_tiers_are_priced_nearest_first() -> None:
+    """sglang#39108: with equal load host beats cold, device beats host."""
+    layout = plain(BLOCK)
+    made = router(3)
+    dram = Resume(Publisher("w1"), 2000, 2000, (0, 2000, 0, 0, 0))
+    hbm = Resume(Publisher("w2"), 2000, 2000, (2000,))
+    assert made.peek(ask(1, 2050, keys("p", 40), (dram,)), 0.0).plans[0].publisher.worker == "w1"
+    both = made.peek(ask(1, 2050, keys("p", 40), (dram, hbm)), 0.0)
+    assert [p.publisher.worker for p in both.plans] == ["w2", "w1", "w0"]
+    assert layout.resume_bytes(2000) == 0
+
+
+def test_a_burst_on_one_new_prefix_is_computed_on_two_engines() -> None:
+    """llm-d-router#1726: 32 requests, a 4,000-token prefix, 50-token tails, no event yet."""
+    made = router(4)
+    prefix = keys("p", 80)
+    computed = 0
+    per_engine: dict[str, int] = {}
+    for number in range(32):
+        plan = choose(made, ask(number, 4050, prefix), now=number * 0.0015).plans[0]
+        computed += 4050 - plan.expected_tokens
+        per_engine[plan.publisher.worker] = per_engine.get(plan.publisher.worker, 0) + 1
+    assert computed <= 9600
+    assert len(per_engine) == 2
+    assert max(per_engine.values()) <= 16
+
+
+def test_held_requests_spread_over_all_engines() -> None:
+    """vllm-project/router#179: 480 concurrent requests with one short shared prefix."""
+    made = router(8)
+    prefix = keys("p", 4)
+    held = tuple(Resume(Publisher("w0"), 200, 200, (200,)) for _ in range(1))
+    for number in range(480):
+        choose(made, ask(number, 230, prefix, held), now=number * 1e-4)
+    counts = made.in_flight().values()
+    assert min(counts) > 0
+    assert max(counts) <= 120
+    for number in range(480):
+        made.end(str(number), 5.0, ok=True)
+    assert set(made.in_flight().values()) == {0}
+
+
+def test_unique_prompts_avoid_an_engine_that_others_overload() -> None:
+    made = router(8)
+    made.set_load(Publisher("w0"), 400)
+    for number in range(70):
+        choose(made, ask(number, 500, []), now=0.0)
+    assert made.in_flight()[Publisher("w0")] == 0
+    assert max(made.in_flight().values()) == 10
+
+
+def test_a_failed_first_request_leaves_no_expectation() -> None:
+    made = router(2)
+    prefix = keys("p", 80)
+    first = choose(made, ask(1, 4050, prefix)).plans[0]
+    waiting = made.peek(ask(2, 4050, prefix), 0.0).plans[0]
+    assert (waiting.publisher, waiting.expected_tokens) == (first.publisher, 4000)
+    made.end("1", 1.0, ok=False)
+    after = made.peek(ask(2, 4050, prefix), 1.0)
+    assert all(p.expected_tokens == 0 and p.price.wait_s == 0 for p in after.plans)
+
+
+def test_windowed_layouts_expect_only_the_end_of_a_prompt() -> None:
+    layout = Layout(
+        "v4", "vllm", "", BLOCK, (), (Group("kv", "*", BLOCK), Group("swa", "w", BLOCK, 50))
+    )
+    made = router(2, layout=layout)
+    prefix = keys("p", 80)
+    choose(made, ask(1, 4050, prefix))
+    assert made.peek(ask(2, 8050, prefix), 0.0).plans[0].expected_tokens == 4000
+    choose(made, ask(3, 8050, prefix))
+    fresh = router(2, layout=layout)
+    choose(fresh, ask(1, 4550, prefix))
+    assert all(p.expected_tokens == 0 for p in fresh.peek(ask(2, 4050, prefix), 0.0).plans)
+
+
+def test_round_robin_takes_turns_and_no_engine_means_no_plan() -> None:
+    made = router(3, policy="round_robin")
+    seen = [choose(made, ask(i, 100, [])).plans[0].publisher.worker for i in range(6)]
+    assert seen == ["w0", "w1", "w2"] * 2
+    for i in range(3):
+        made.set_up(Publisher(f"w{i}"), False)
+    assert made.peek(ask(9, 100, []), 0.0).plans == ()
+
+
+def test_peek_changes_nothing_and_removal_frees_the_books() -> None:
+    made = router(2)
+    choose(made, ask(1, 4050, keys("p", 80)))
+    before = [made.peek(ask(2, 4050, keys("p", 80)), 0.5) for _ in range(3)]
+    assert before[0] == before[1] == before[2]
+    for number in (1, 1):
+        made.end(str(number), 1.0, ok=True)
+    made.remove(Publisher("w0"))
+    made.remove(Publisher("w0"))
+    assert not made._expected
+    assert not made._flights
+
+
+def test_estimates_follow_what_is_measured() -> None:
+    cost = EngineCost(plain(BLOCK), RATE)
+    assert cost.recompute_s(0, 2048) == pytest.approx(2.05, abs=0.01)
+    for _ in range(60):
+        for tokens in (500, 2000, 4000):
+            cost.observe_prefill(0, tokens, 0.02 + tokens / 8000)
+    assert cost.recompute_s(0, 2048) == pytest.approx(0.02 + 2048 / 8000, rel=0.02)
+    assert cost.prefill.spread < 0.05
+    for _ in range(60):
+        cost.observe_load(Tier.DRAM, 0, 0.004)
+    assert cost.load_s((0, 0, 0, 0, 0)) == 0.0
+    cost.observe_prefill(0, 100, float("nan"))
+    cost.observe_prefill(0, 100, -1.0)
+    assert cost.prefill.count == 180
+
+
+def test_line_never_goes_below_zero() -> None:
+    line = Line(0.0, 1.0, 10.0)
+    for x, y in ((1, 9.0), (2, 8.0), (3, 7.0)) * 50:
+        line.observe(x, y)
+    assert line.slope == 0.0
+    assert line.at(100) == pytest.approx(8.0, abs=0.5)
