@@ -6,6 +6,8 @@ The model is a machine (DESIGN §3): `handle(event, now) → effects`, `tick(now
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 
 from kvatlas.core.events import Event
@@ -52,7 +54,8 @@ class Admitted(msgspec.Struct, frozen=True):
 
 class Computed(msgspec.Struct, frozen=True):
     """Tokens start…end-1 of the request (prompt, then output) are computed; ``filled`` are the
-    blocks whose last token is now there and that the request still holds."""
+    blocks that became findable with them. Only those have an id: a block that no later request
+    could resume from is counted by the pool and otherwise left alone."""
 
     id: str
     start: int
@@ -66,6 +69,7 @@ class Produced(msgspec.Struct, frozen=True):
     id: str
     index: int
     finished: bool
+    token: int = 0
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -81,4 +85,32 @@ class Published(msgspec.Struct, frozen=True):
     events: tuple[Event, ...]
 
 
-Effect = Admitted | Computed | Produced | Rejected | Published
+class Cleared(msgspec.Struct, frozen=True):
+    """Answer to `ClearCache`: refused (``done`` False) while any request holds blocks. The event
+    that announces it goes out with the next step, as from vLLM."""
+
+    done: bool
+
+
+Effect = Admitted | Computed | Produced | Rejected | Published | Cleared
+
+
+class Model(Protocol):
+    """What an engine computes: called by the engine in the order in which a batch would run.
+
+    A request may resume from blocks that an earlier request of the same step fills, so `resume`
+    must not read them before the first `compute`.
+    """
+
+    def resume(self, request: Arrive, admitted: Admitted) -> None:
+        """The request got its blocks (again, after a preemption)."""
+
+    def compute(self, computed: Computed, tokens: bytes) -> None:
+        """Tokens start…end-1 (``tokens``, uint32 little endian) run; ``filled`` blocks are due."""
+
+    def token(self, id: str, index: int) -> int:
+        """Output token ``index`` of the request (uint32), after all before it were computed."""
+        ...
+
+    def release(self, id: str) -> None:
+        """The request is gone: finished, aborted or preempted."""
