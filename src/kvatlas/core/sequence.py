@@ -1,0 +1,402 @@
+"""One publisher's event stream put in order: gaps, replays, restarts, late duplicates.
+
+An engine numbers its batches from 0 and keeps the last ones for replay. What arrives may be lost,
+doubled, late or of another life of the engine. `Sequencer` decides what of it may be applied.
+Its promise: what was applied since the last `Reset` is one unbroken run of one life's batches, so
+a claim that came before a hole or a restart never outlives it. Where a hole cannot be filled the
+run starts anew: claims are then missing, never wrong.
+
+A replay always asks for one batch that is known already. If that batch comes back with another
+time stamp, the engine is not the one that we knew. Pure: ``now`` is any steady clock in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from kvatlas.core.events import Batch
+
+
+class Apply(msgspec.Struct, frozen=True):
+    """Hand this batch to the directory now."""
+
+    batch: Batch
+
+
+class Reset(msgspec.Struct, frozen=True):
+    """Every claim of this publisher goes, before anything else is applied."""
+
+    reason: str
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """Ask the engine for its batches from ``from_seq`` on.
+
+    Answers are handed back with ``token``; those to an older token are dropped.
+    """
+
+    from_seq: int
+    token: int
+
+
+Effect = Apply | Reset | Replay
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Bounds of one publisher's waiting room, and how patient it is."""
+
+    waiting_batches_max: int = 4096
+    waiting_bytes_max: int = 64 << 20  # of token ids
+    replay_timeout_s: float = 5.0  # without any progress
+    replay_attempts: int = 3
+    retry_s: float = 0.5  # doubles with each attempt
+    settle_s: float = 0.1  # after a connect, until the engine has surely seen our subscription
+    orphan_replay_s: float = 30.0  # at least this long between two; doubles up to the next
+    orphan_replay_max_s: float = 600.0
+    give_up_s: float = 10.0  # after a failed replay gaps are not replayed for so long
+
+
+LIMITS = Limits()
+
+
+class Counters(msgspec.Struct):
+    """What happened to the stream. Plain numbers, for metrics."""
+
+    applied: int = 0
+    gaps: int = 0
+    duplicates: int = 0
+    stale: int = 0  # of an earlier life, or in doubt
+    overflowed: int = 0  # did not fit the waiting room; replayed later
+    replays: int = 0
+    replays_failed: int = 0
+    resets: int = 0
+    restarts: int = 0
+    orphans_ignored: int = 0
+
+
+class _Running(msgspec.Struct):
+    """The replay under way. ``sent`` is False while it waits for its turn at ``deadline``."""
+
+    token: int
+    deadline: float
+    attempt: int = 0
+    sent: bool = False
+    rebuild: bool = False  # start from a clean state, whatever we hold
+    proven: bool = False  # it told the batch that we know, or starts from nothing
+    progress: bool = False  # it brought something to apply
+
+
+class Sequencer:
+    """State of one publisher's stream. Every method returns the effects to perform, in order."""
+
+    def __init__(self, *, can_replay: bool, limits: Limits = LIMITS) -> None:
+        self.counters = Counters()
+        self.epoch = 0  # lives of the engine seen so far, minus one
+        self._can_replay = can_replay
+        self._limits = limits
+        self._next: int | None = None  # next sequence number to apply; None before the first
+        self._last_ts = -math.inf  # of the batch applied last
+        self._newest: tuple[int, float] | None = None  # (seq, ts) of the newest live batch
+        self._dirty = False  # anything applied since the last Reset
+        self._waiting: dict[int, Batch] = {}
+        self._waiting_bytes = 0
+        self._running: _Running | None = None
+        self._tokens = 0
+        self._no_replay_until = 0.0
+        self._orphan_next = 0.0
+        self._orphan_wait = limits.orphan_replay_s
+
+    @property
+    def replaying(self) -> bool:
+        """Whether live batches wait for a replay to end."""
+        return self._running is not None
+
+    @property
+    def next_seq(self) -> int | None:
+        """The sequence number expected next; None before the first batch of an epoch."""
+        return self._next
+
+    # -- what the feed reports ------------------------------------------------------------------
+
+    def connected(self, now: float) -> list[Effect]:
+        """The subscription is up (again): anything may have happened in between."""
+        if self._can_replay:
+            running = self._running or _Running(0, 0.0)
+            self._schedule(
+                now + self._limits.settle_s, attempt=running.attempt, rebuild=running.rebuild
+            )
+        return []
+
+    def offer(self, batch: Batch, now: float) -> list[Effect]:
+        """A live batch arrived."""
+        newest = self._newest
+        if newest is not None and batch.seq <= newest[0]:
+            if batch.ts > newest[1]:
+                return self._restart("its sequence numbers went back", now, batch)
+            if batch.seq in self._waiting or self._next is None or batch.seq < self._next:
+                self.counters.duplicates += 1
+                return []
+        elif newest is not None and batch.ts < newest[1]:
+            return self._doubtful(batch, now)
+        if newest is None or batch.seq > newest[0]:
+            self._newest = (batch.seq, batch.ts)
+        if self._running is not None:
+            self._keep(batch)
+            return []
+        return self._in_order(batch, now)
+
+    def replayed(self, token: int, batch: Batch, now: float) -> list[Effect]:
+        """One batch of the answer to `Replay`."""
+        running = self._running
+        if running is None or running.token != token:
+            return []
+        running.deadline = now + self._limits.replay_timeout_s
+        if not running.proven:
+            known = -1 if self._next is None or running.rebuild else self._next - 1
+            if batch.seq < known:
+                return []
+            if batch.seq == known and batch.ts != self._last_ts:
+                return self._restart("its replay tells another history", now)
+            running.proven = True
+            if batch.seq > known:
+                effects = self._reset(f"replayed from batch {batch.seq} on")
+                self._next = batch.seq
+                running.progress = True
+                return [*effects, *self._apply(batch)]
+        if self._next is None or batch.seq < self._next:
+            return []
+        if batch.seq > self._next:  # the engine's socket dropped some: ask again at the end
+            self._keep(batch)
+            return []
+        running.attempt = 0
+        running.progress = True
+        return self._apply(batch)
+
+    def replay_done(self, token: int, now: float) -> list[Effect]:
+        """The engine said that its answer is complete."""
+        running = self._running
+        if running is None or running.token != token:
+            return []
+        if not running.proven:
+            if self._next is not None:
+                # It would at least have sent the batch that we know: another engine, or life.
+                return self._restart("its replay knows nothing of what it had sent", now)
+            self._forget_waiting()  # not of this life: it has sent nothing yet
+            self._newest = None
+        self._running = None
+        effects = self._drain()
+        if not self._missing():
+            return effects
+        if running.progress or effects:
+            return [*effects, *self._request(now)]
+        return [*effects, *self._retry(running, now)]
+
+    def replay_failed(self, token: int, now: float) -> list[Effect]:
+        """The request could not be sent, or its connection broke."""
+        running = self._running
+        if running is None or running.token != token or not running.sent:
+            return []
+        return self._retry(running, now)
+
+    def orphaned(self, now: float) -> list[Effect]:
+        """The directory met a parent that it does not know: history is missing."""
+        if not self._can_replay or self._running is not None:
+            return []
+        if now < max(self._orphan_next, self._no_replay_until):
+            self.counters.orphans_ignored += 1
+            return []
+        self._orphan_next = now + self._orphan_wait
+        self._orphan_wait = min(2 * self._orphan_wait, self._limits.orphan_replay_max_s)
+        return self._request(now, rebuild=True)
+
+    def restarted(self, reason: str, now: float) -> list[Effect]:
+        """Somebody else noticed that the engine started anew, or dropped its cache silently."""
+        return self._restart(reason, now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time passed. Call it at `next_deadline`; earlier or later calls do no harm."""
+        running = self._running
+        if running is None or now < running.deadline:
+            return []
+        if not running.sent:
+            return self._request(now, attempt=running.attempt, rebuild=running.rebuild)
+        return self._retry(running, now)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do, or None."""
+        return self._running.deadline if self._running else None
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _in_order(self, batch: Batch, now: float) -> list[Effect]:
+        if batch.seq == (self._next or 0):
+            return self._apply(batch)
+        if self._next is not None:
+            self.counters.gaps += 1
+        if self._can_replay and now >= self._no_replay_until:
+            self._keep(batch)
+            return self._request(now)
+        effects: list[Effect] = []
+        if self._next is not None:
+            effects = self._reset(f"batches {self._next} to {batch.seq - 1} are lost")
+        self._next = batch.seq
+        return [*effects, *self._apply(batch)]
+
+    def _doubtful(self, batch: Batch, now: float) -> list[Effect]:
+        """Newer by number, older by clock: a leftover of an earlier life, or a clock set back.
+
+        Only the engine can tell which: where it can be asked, its word counts, not this batch.
+        """
+        self.counters.stale += 1
+        if self._running is not None:
+            return []
+        if self._can_replay and now >= self._no_replay_until:
+            return self._request(now)
+        effects = self._reset("its clock went back")
+        self._newest = (batch.seq, batch.ts)
+        self._next = batch.seq
+        return [*effects, *self._apply(batch)]
+
+    def _restart(self, reason: str, now: float, batch: Batch | None = None) -> list[Effect]:
+        """A new life: nothing of the old one counts any more, not even what waits."""
+        self.epoch += 1
+        self.counters.restarts += 1
+        effects = self._reset(reason)
+        self._forget_waiting()
+        self._running = None
+        self._next = None
+        self._newest = None
+        self._last_ts = -math.inf
+        self._orphan_next, self._orphan_wait = 0.0, self._limits.orphan_replay_s
+        if batch is not None:
+            self._newest = (batch.seq, batch.ts)
+            return [*effects, *self._in_order(batch, now)]
+        if self._can_replay and now >= self._no_replay_until:
+            effects += self._request(now)
+        return effects
+
+    def _reset(self, reason: str) -> list[Effect]:
+        if not self._dirty:
+            return []
+        self._dirty = False
+        self.counters.resets += 1
+        return [Reset(reason)]
+
+    def _apply(self, batch: Batch) -> list[Effect]:
+        self._next = batch.seq + 1
+        self._last_ts = batch.ts
+        if self._newest is None or batch.seq > self._newest[0]:
+            self._newest = (batch.seq, batch.ts)
+        self._dirty = True
+        self.counters.applied += 1
+        return [Apply(batch)]
+
+    # -- replays --------------------------------------------------------------------------------
+
+    def _schedule(self, at: float, *, attempt: int = 0, rebuild: bool = False) -> None:
+        self._tokens += 1
+        self._running = _Running(self._tokens, at, attempt, rebuild=rebuild)
+
+    def _request(self, now: float, *, attempt: int = 0, rebuild: bool = False) -> list[Effect]:
+        self._schedule(now + self._limits.replay_timeout_s, attempt=attempt, rebuild=rebuild)
+        assert self._running is not None
+        self._running.sent = True
+        self.counters.replays += 1
+        start = 0 if rebuild or self._next is None else max(self._next - 1, 0)
+        return [Replay(start, self._running.token)]
+
+    def _retry(self, running: _Running, now: float) -> list[Effect]:
+        attempt = running.attempt + 1
+        rebuild = running.rebuild and not running.proven
+        if attempt < self._limits.replay_attempts:
+            wait = self._limits.retry_s * 2 ** (attempt - 1)
+            self._schedule(now + wait, attempt=attempt, rebuild=rebuild)
+            return []
+        self._running = None
+        self.counters.replays_failed += 1
+        self._no_replay_until = now + self._limits.give_up_s
+        effects = self._drain()
+        if self._missing():
+            effects += self._skip()
+        return effects
+
+    def _missing(self) -> bool:
+        """Is there a batch that we know of and have not applied?"""
+        newest = self._newest
+        return newest is not None and (self._next is None or self._next <= newest[0])
+
+    def _drain(self) -> list[Effect]:
+        """Apply what waits and continues the run; what it covers, or an older life sent, goes."""
+        effects: list[Effect] = []
+        if self._next is None:
+            if 0 not in self._waiting:
+                return effects
+            self._next = 0
+        while (batch := self._take(self._next)) is not None:
+            if batch.ts < self._last_ts:
+                self.counters.stale += 1
+                break
+            effects += self._apply(batch)
+        for seq, batch in list(self._waiting.items()):
+            if seq < self._next or batch.ts < self._last_ts:
+                self._take(seq)
+                self.counters.stale += 1
+        newest = self._newest
+        if newest is not None and newest[1] < self._last_ts:
+            self._newest = (self._next - 1, self._last_ts)
+        return effects
+
+    def _skip(self) -> list[Effect]:
+        """Nobody can fill the hole: start anew from the last unbroken run that waits."""
+        seqs = sorted(self._waiting)
+        if not seqs:
+            assert self._newest is not None
+            effects = self._reset("what it sent is lost, and it cannot be asked again")
+            self._next = None
+            self._newest = None
+            return effects
+        start = seqs[-1]
+        while (before := self._waiting.get(start - 1)) is not None:
+            if before.ts > self._waiting[start].ts:
+                break
+            start -= 1
+        effects = self._reset(f"batches {self._next or 0} to {start - 1} are lost")
+        self._next = start
+        while (batch := self._take(self._next)) is not None:
+            effects += self._apply(batch)
+        self._forget_waiting()
+        return effects
+
+    # -- the waiting room -----------------------------------------------------------------------
+
+    def _keep(self, batch: Batch) -> None:
+        waits = self._waiting.get(batch.seq)
+        if waits is not None:
+            if waits.ts >= batch.ts:
+                return
+            self._take(batch.seq)
+        size = _size(batch)
+        if (
+            len(self._waiting) >= self._limits.waiting_batches_max
+            or self._waiting_bytes + size > self._limits.waiting_bytes_max
+        ):
+            self.counters.overflowed += 1
+            return
+        self._waiting[batch.seq] = batch
+        self._waiting_bytes += size
+
+    def _take(self, seq: int) -> Batch | None:
+        batch = self._waiting.pop(seq, None)
+        if batch is not None:
+            self._waiting_bytes -= _size(batch)
+        return batch
+
+    def _forget_waiting(self) -> None:
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+
+def _size(batch: Batch) -> int:
+    return sum(len(getattr(event, "tokens", b"")) for event in batch.events)
