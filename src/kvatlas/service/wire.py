@@ -210,6 +210,8 @@ def _event(raw: msgspec.Raw) -> Event | None:
     if isinstance(decoded, _Removed):
         hashes = _hashes(decoded.block_hashes)
         tier = _tier(decoded.medium, decoded.locality)
+        if positional and not isinstance(decoded.group_idx, int):
+            decoded.group_idx = None
         return BlockRemoved(hashes, tier, _number(decoded.group_idx)) if hashes else None
     return AllBlocksCleared()
 
