@@ -25,7 +25,7 @@ class Child:
     """Start it from the main thread: on Linux the kernel ends it when the thread that started it
     dies, so that not even a SIGKILL of ours leaves it behind.
 
-    ``url`` is where it answers HTTP; `wait_ready` polls ``GET {url}/health`` there.
+    ``url`` is where it answers HTTP; `wait_ready` polls ``GET {url}{health}`` there.
     """
 
     def __init__(
@@ -35,12 +35,14 @@ class Child:
         *,
         log: Path,
         url: str = "",
+        health: str = "/health",
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.argv = list(argv)
         self.log = log
         self.url = url
+        self.health = health
         self._env = dict(env) if env is not None else None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -74,7 +76,7 @@ class Child:
     def ready(self) -> bool:
         """One look at its health. Raises EngineError, with the end of its log, when it is dead."""
         self.check()
-        return _get_status(self.url + "/health") == 200
+        return _get_status(self.url + self.health) == 200
 
     def wait_ready(
         self, deadline_s: float = 180.0, tick: Callable[[float], None] | None = None

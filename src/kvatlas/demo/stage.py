@@ -1,0 +1,140 @@
+"""Puts kvatlas in front of running engines and plays the same chats under two policies."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvatlas.connectors.child import Child, free_ports
+from kvatlas.demo.play import Answer, ask, play
+from kvatlas.demo.table import Run, summarize
+from kvatlas.errors import EngineError
+from kvatlas.service.http_client import HttpClient
+from kvatlas.workload.chats import Chat
+
+BASELINE = "round_robin"
+OURS = "price"
+REQUEST_ID_HEADER = "x-kvatlas-request-id"
+
+
+class Engines(msgspec.Struct, frozen=True):
+    """Running engines of one model: ``urls`` by worker name. ``tokenizer`` is the model's
+    directory, or "" where kvatlas is to use the engine's own tokenize endpoint."""
+
+    kind: str  # vllm or stub
+    model: str
+    urls: dict[str, str]
+    layout: str = "auto"
+    tokenizer: str = ""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Both runs, and what ``explain`` says of one request of the second."""
+
+    before: Run
+    after: Run
+    explained: str
+
+
+class Stage:
+    """The gateway's side of a demo. Every child that it starts is appended to ``children`` before
+    it runs, so that the caller can end them all, whatever happens."""
+
+    def __init__(self, engines: Engines, directory: Path, children: list[Child]) -> None:
+        self._engines = engines
+        self._directory = directory
+        self._children = children
+
+    def serve(self, policy: str) -> Child:
+        """Starts ``kvatlas serve`` with ``policy``; blocks until it is ready."""
+        port = free_ports(1)[0]
+        config = self._directory / f"{policy}.toml"
+        config.write_text(_config(self._engines, policy, port), "utf-8")
+        gateway = Child(
+            f"kvatlas ({policy})",
+            [sys.executable, "-m", "kvatlas", "serve", "--config", str(config)],
+            log=self._directory / f"kvatlas-{policy}.log",
+            url=f"http://127.0.0.1:{port}",
+            health="/ready",
+        )
+        self._children.append(gateway)
+        gateway.start()
+        gateway.wait_ready(deadline_s=60.0)
+        return gateway
+
+    async def run(
+        self,
+        policy: str,
+        chats: Sequence[Chat],
+        *,
+        output_tokens: int,
+        tick: Callable[[Answer], None],
+        keep: bool = False,
+    ) -> tuple[Run, str, str]:
+        """The chats on empty caches under one policy: the totals, ``explain`` of the request that
+        was served most from a cache, and the gateway's URL, ended unless ``keep``."""
+        await self.empty_caches()
+        gateway = self.serve(policy)
+        started = time.monotonic()
+        answers = await play(
+            gateway.url, self._engines.model, chats, output_tokens=output_tokens, tick=tick
+        )
+        wall_s = time.monotonic() - started
+        best = max(answers, key=lambda a: a.cached_tokens)
+        explained = await _explain(gateway.url, best.headers.get(REQUEST_ID_HEADER, ""))
+        if not keep:
+            gateway.stop()
+        return summarize(policy, answers, wall_s), explained, gateway.url
+
+    async def empty_caches(self) -> None:
+        """Drops every engine's prefix cache, then sends it a word: vLLM announces that its cache
+        is gone only with its next step. Raises EngineError when an engine refuses."""
+        client = HttpClient()
+        try:
+            for name, url in self._engines.urls.items():
+                answer = await client.request("POST", url + "/reset_prefix_cache", timeout_s=30.0)
+                if answer.status != 200:
+                    raise EngineError(f"{name}: cache reset refused with status {answer.status}")
+                hello = [{"role": "user", "content": "Hello"}]
+                await ask(client, url, self._engines.model, hello, output_tokens=1)
+        finally:
+            await client.close()
+
+
+async def _explain(url: str, request_id: str) -> str:
+    client = HttpClient()
+    try:
+        answer = await client.request("GET", f"{url}/explain/{request_id}")
+    finally:
+        await client.close()
+    if answer.status != 200:
+        raise EngineError(f"{url}: explain {request_id}: status {answer.status}")
+    return answer.body.decode("utf-8", "replace").rstrip()
+
+
+def _config(engines: Engines, policy: str, port: int) -> str:
+    lines = [
+        "[gateway]",
+        f"port = {port}",
+        "[router]",
+        f'policy = "{policy}"',
+        "[tokenizer]",
+        f"path = {_quoted(engines.tokenizer)}",
+    ]
+    for name, url in engines.urls.items():
+        lines += [
+            "[[worker]]",
+            f'name = "{name}"',
+            f'url = "{url}"',
+            f'engine = "{engines.kind}"',
+            f"layout = {_quoted(engines.layout)}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()  # a JSON string is a TOML basic string
