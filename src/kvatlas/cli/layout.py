@@ -133,8 +133,15 @@ def report(layout: Layout, contexts: tuple[int, ...]) -> dict[str, Any]:
 
 def _print(layout: Layout, contexts: tuple[int, ...], console: Console) -> None:
     title = f"{layout.model} in {layout.engine}, {layout.kv_dtype}"
-    parts = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for heading in ("component", "needed at p", "event group"):
+    parts = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in ("component", "blocks at p", "group"):
         parts.add_column(heading, no_wrap=True)
     for heading in ("layers", "block", "bytes/token", "bytes at p"):
         parts.add_column(heading, justify="right", no_wrap=True)
@@ -143,7 +150,7 @@ def _print(layout: Layout, contexts: tuple[int, ...], console: Console) -> None:
         parts.add_row(
             c.name,
             _needed(c),
-            c.group or "no event",
+            c.group or "(no event)",
             str(c.layers),
             str(c.block_tokens),
             f"{c.exact_bytes_per_token:,.2f}" if blocks is None else "",
@@ -174,8 +181,8 @@ def _print(layout: Layout, contexts: tuple[int, ...], console: Console) -> None:
 def _needed(component: Component) -> str:
     blocks = component.window_blocks()
     if blocks is None:
-        return "all blocks"
-    text = f"last {blocks} blocks" if blocks > 1 else "last block"
+        return "all"
+    text = f"last {blocks}"
     return f"({text})" if component.rule is Rule.OPTIONAL else text
 
 

@@ -119,7 +119,7 @@ def _ratios(fields: Fields, layers: int) -> list[int]:
             f"compress_ratios (or layer_types) has {len(given)} items for"
             f" num_hidden_layers {layers}"
         )
-    ratios = [r for r in given if isinstance(r, int) and r in (0, CSA, HCA)]
+    ratios = [r for r in given if type(r) is int and r in (0, CSA, HCA)]
     if len(ratios) != len(given):
         raise LayoutError(f"compress_ratios may hold 0, {CSA} and {HCA} only, got {given!r}")
     if any(ratios[layers:]):
