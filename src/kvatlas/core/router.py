@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -40,7 +40,7 @@ class Ask(msgspec.Struct, frozen=True):
 
     id: str
     prompt_tokens: int
-    keys: dict[bytes, Sequence[bytes]]
+    keys: Mapping[bytes, Sequence[bytes]]
     resumes: Sequence[Resume] = ()
     unkeyed: str = ""
 
@@ -103,6 +103,7 @@ class _Flight(msgspec.Struct):
     sent_at: float
     keys: Sequence[bytes]
     answered_at: float = -1.0
+    prefill_s: float = 0.0
 
 
 class Router:
@@ -316,37 +317,24 @@ class Router:
             self._ends[new[-1]] = self._ends.get(new[-1], 0) | bit
         self._fade(now)
 
-    def first_token(self, request_id: str, now: float, cached_tokens: int = -1) -> None:
-        """The answer began: learn what the prefill took, and that its queue moved on."""
+    def first_token(self, request_id: str, now: float) -> None:
+        """The answer began: the engine's prefill queue moved on."""
         flight = self._flights.get(request_id)
         if flight is None or flight.answered_at >= 0:
             return
-        flight.answered_at = now
-        engine, plan = flight.engine, flight.plan
-        began = max(flight.sent_at, engine.last_first_token)
-        engine.last_first_token = now
-        cached = cached_tokens if cached_tokens >= 0 else plan.expected_tokens
-        if flight.prompt_tokens > 0:
-            self._learn(engine, plan, flight.prompt_tokens, cached, now - began)
-        engine.queued_s = max(0.0, engine.queued_s - plan.price.service_s)
+        engine = flight.engine
+        flight.prefill_s = now - max(flight.sent_at, engine.last_first_token)
+        flight.answered_at = engine.last_first_token = now
+        engine.queued_s = max(0.0, engine.queued_s - flight.plan.price.service_s)
         engine.free_at = now + engine.queued_s
         self._fading.append((now + EXPECTED_GRACE_S, engine.bit, flight.keys))
         flight.keys = ()
 
-    def _learn(
-        self, engine: _Engine, plan: Plan, prompt_tokens: int, cached: int, seconds: float
-    ) -> None:
-        lower = [t for t, n in enumerate(plan.tier_tokens) if t != Tier.HBM and n]
-        cost = engine.cost
-        start = min(cached, prompt_tokens)
-        if lower and start:
-            beyond = seconds - cost.recompute_s(start, prompt_tokens)
-            cost.observe_load(Tier(lower[0]), plan.tier_tokens[lower[0]], beyond)
-        else:
-            cost.observe_prefill(start, prompt_tokens, seconds)
+    def end(self, request_id: str, now: float, *, ok: bool, cached_tokens: int = -1) -> None:
+        """The request is over, however it ended; unknown ids are ignored.
 
-    def end(self, request_id: str, now: float, *, ok: bool) -> None:
-        """The request is over, however it ended; unknown ids are ignored."""
+        ``cached_tokens`` is what the engine reported as resumed, -1 where it did not.
+        """
         flight = self._flights.pop(request_id, None)
         if flight is None:
             return
@@ -359,7 +347,20 @@ class Router:
             self._forget(engine.bit, flight.keys)
         elif ok:
             engine.cost.observe_decode(engine.in_flight, now - flight.answered_at)
+            if flight.prompt_tokens > 0:
+                self._learn(flight, cached_tokens)
         self._fade(now)
+
+    def _learn(self, flight: _Flight, cached_tokens: int) -> None:
+        plan, cost = flight.plan, flight.engine.cost
+        cached = plan.expected_tokens if cached_tokens < 0 else cached_tokens
+        start = min(cached, flight.prompt_tokens)
+        lower = [t for t, n in enumerate(plan.tier_tokens) if t != Tier.HBM and n]
+        if lower and start:
+            beyond = flight.prefill_s - cost.recompute_s(start, flight.prompt_tokens)
+            cost.observe_load(Tier(lower[0]), plan.tier_tokens[lower[0]], beyond)
+        else:
+            cost.observe_prefill(start, flight.prompt_tokens, flight.prefill_s)
 
     def _fade(self, now: float) -> None:
         while self._fading and self._fading[0][0] <= now:

@@ -1,0 +1,134 @@
+"""What was decided, why, and what then happened: in memory for `explain`, on disk if wanted.
+
+No token ids and no text are kept, only counts, names and prices.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from kvatlas.core.router import Decision
+from kvatlas.errors import ConfigError
+from kvatlas.service.steer import Outcome
+
+
+class Entry(msgspec.Struct):
+    """One request from decision to end. ``reasons`` say per plan why it lost."""
+
+    decision: Decision
+    outcome: Outcome | None = None
+    tried: list[str] = msgspec.field(default_factory=list)
+
+
+class DecisionLog:
+    """The last ``entries_max`` decisions; each is appended to ``path`` once it has ended."""
+
+    def __init__(self, entries_max: int, path: str = "") -> None:
+        """Raises ConfigError when ``path`` cannot be written."""
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._entries_max = entries_max
+        self._file: BinaryIO | None = None
+        if path:
+            try:
+                self._file = Path(path).open("ab")  # noqa: SIM115 - open for the life of the log
+            except OSError as error:
+                raise ConfigError(f"router.decision_log: {path}: {error.strerror}") from error
+
+    def decided(self, decision: Decision) -> Entry:
+        """Keep a decision; the oldest one goes when there are too many."""
+        entry = self._entries[decision.id] = Entry(decision)
+        if len(self._entries) > self._entries_max:
+            self._entries.popitem(last=False)
+        return entry
+
+    def ended(self, entry: Entry, outcome: Outcome) -> None:
+        """Complete an entry and write it out."""
+        entry.outcome = outcome
+        if self._file is not None:
+            self._file.write(msgspec.json.encode(entry) + b"\n")
+
+    def get(self, request_id: str) -> Entry | None:
+        """The entry of a request id, while it is kept."""
+        return self._entries.get(request_id)
+
+    def last(self) -> Entry | None:
+        """The newest entry."""
+        return self._entries[next(reversed(self._entries))] if self._entries else None
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def explain(entry: Entry) -> str:
+    """Every candidate with its price and why it lost, as text."""
+    decision = entry.decision
+    lines = [f"request {decision.id}: {_prompt(decision)}, policy {decision.policy}"]
+    if decision.unkeyed:
+        lines.append(f"  routed by load alone: {decision.unkeyed}")
+    if not decision.plans:
+        lines.append("  no engine was up that serves this model")
+    width = max((len(str(p.publisher)) for p in decision.plans), default=0)
+    best = decision.plans[0] if decision.plans else None
+    for plan in decision.plans:
+        price = plan.price
+        mark = "→" if str(plan.publisher) in entry.tried[-1:] else " "
+        lines.append(
+            f"{mark} {plan.publisher!s:<{width}}  {price.total_s:8.3f} s ="
+            f" wait {price.wait_s:.3f} + load {price.load_s:.3f}"
+            f" + recompute {price.recompute_s:.3f} + crowd {price.crowd_s:.3f}"
+            f" + charge {price.charge_s:.3f};"
+            f" resumes at {plan.expected_tokens}{_held(plan.resume_tokens, plan.expected_tokens)}"
+            f"{_tiers(plan.tier_tokens)}, {plan.in_flight} in flight"
+        )
+        if best is not None and plan is not best:
+            excess_s = price.total_s - best.price.total_s
+            lines.append(
+                f"      lost: {'over its fair share' if plan.over_share else f'{excess_s:+.3f} s'}"
+            )
+    others = decision.considered - len(decision.plans)
+    if others > 0:
+        lines.append(f"  {others} more engines: they hold none of it and are busier; not priced")
+    lines.extend(_outcome(entry))
+    return "\n".join(lines)
+
+
+def _prompt(decision: Decision) -> str:
+    if decision.prompt_tokens < 0:
+        return "prompt of unknown length"
+    return f"{decision.prompt_tokens} prompt tokens"
+
+
+def _held(resume: int, expected: int) -> str:
+    return f" ({expected - resume} of it being computed there now)" if expected > resume else ""
+
+
+def _tiers(tier_tokens: tuple[int, ...]) -> str:
+    names = ("hbm", "dram", "disk", "object", "peer")
+    lower = [f"{n} from {names[t]}" for t, n in enumerate(tier_tokens) if t and n]
+    return f" ({', '.join(lower)})" if lower else ""
+
+
+def _outcome(entry: Entry) -> list[str]:
+    outcome = entry.outcome
+    if outcome is None:
+        return ["  still running"]
+    cached = "not reported" if outcome.cached_tokens < 0 else f"{outcome.cached_tokens} tokens"
+    lines = [
+        f"  ended with status {outcome.status} on {outcome.target.worker}; engine reused {cached}"
+    ]
+    chosen = next(
+        (p for p in entry.decision.plans if str(p.publisher) == outcome.target.worker), None
+    )
+    if outcome.ttft_s >= 0:
+        predicted = f", predicted {chosen.price.ttft_s:.3f} s" if chosen else ""
+        lines.append(f"  first token after {outcome.ttft_s:.3f} s{predicted}")
+    if len(entry.tried) > 1:
+        lines.append(f"  tried in order: {', '.join(entry.tried)}")
+    return lines

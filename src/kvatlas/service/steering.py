@@ -1,0 +1,255 @@
+"""The real `Steer`: token ids → block keys → directory → router, and what is learnt from the end.
+
+Fails open: whatever keeps a prompt from being keyed becomes a reason, is counted, and the request
+is routed by load alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from kvatlas.core.directory import Directory
+from kvatlas.core.keys import PUBLIC, Keyring, Scope
+from kvatlas.core.layout import Layout
+from kvatlas.core.records import Publisher
+from kvatlas.core.router import Ask, Plan, Router
+from kvatlas.errors import RequestError
+from kvatlas.service.decision_log import DecisionLog, Entry
+from kvatlas.service.steer import Inbound, Outcome, Route, Target
+
+SALT_HEADER = "x-kvatlas-cache-salt"
+KEYED_PATHS = ("/v1/chat/completions", "/v1/completions")
+_GAP_REQUESTS_MIN = 20
+_GAP_SHARE_MAX = 0.5
+_GAP_DECAY = 0.95
+
+
+class Prompt(Protocol):
+    """Token ids (uint32, little endian), or why there are none."""
+
+    @property
+    def tokens(self) -> bytes: ...
+    @property
+    def reason(self) -> str: ...
+
+
+class Tokens(Protocol):
+    """Turns a request into token ids exactly as the engine will."""
+
+    async def prompt(self, path: str, body: Mapping[str, object]) -> Prompt: ...
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """One publisher as requests reach it. ``models``: served name → adapter ("" for the base)."""
+
+    publisher: Publisher
+    url: str
+    models: dict[str, str]
+    layout: Layout
+    fingerprint: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class HitGap:
+    """Expected against reported hits of one engine: the alarm for silent failures."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.expected = self.reported = 0.0
+
+    def observe(self, expected: int, reported: int) -> None:
+        """Token counts of one request whose engine reported what it resumed."""
+        if expected <= 0:
+            return
+        self.requests += 1
+        self.expected = self.expected * _GAP_DECAY + expected
+        self.reported = self.reported * _GAP_DECAY + min(reported, expected)
+
+    @property
+    def flag(self) -> str:
+        """Why this engine is suspect, "" when it is not."""
+        if self.requests < _GAP_REQUESTS_MIN or self.reported >= _GAP_SHARE_MAX * self.expected:
+            return ""
+        share = 100 * self.reported / self.expected
+        return (
+            f"the engine reused only {share:.0f} % of the tokens that its events promised: "
+            "compare tokenizer, chat template, block size and salt"
+        )
+
+
+class _Pending(msgspec.Struct):
+    ask: Ask
+    plans: dict[str, Plan]
+    entry: Entry
+
+
+class Steering:
+    """Implements `Steer`. One event loop owns it; nothing here blocks."""
+
+    def __init__(
+        self,
+        *,
+        directory: Directory,
+        router: Router,
+        keyring: Keyring,
+        log: DecisionLog,
+        tokens: Tokens | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory = directory
+        self._router = router
+        self._keyring = keyring
+        self._log = log
+        self._tokens = tokens
+        self._clock = clock
+        self._ranks: dict[Publisher, Rank] = {}
+        self._pending: dict[str, _Pending] = {}
+        self.gaps: dict[Publisher, HitGap] = {}
+        self.fallbacks: Counter[str] = Counter()
+        self.decisions = 0
+        self.decision_s = 0.0
+
+    # -- engines --------------------------------------------------------------------------------
+
+    def add(self, rank: Rank) -> None:
+        """An engine can be asked from now on; again with other facts: the old ones go."""
+        known = self._ranks.get(rank.publisher)
+        if known is not None and known.fingerprint != rank.fingerprint:
+            self.remove(rank.publisher)
+        self._directory.register(rank.publisher, rank.layout, rank.fingerprint)
+        self._router.add(rank.publisher, rank.layout, rank.fingerprint)
+        self._ranks[rank.publisher] = rank
+        self.gaps.setdefault(rank.publisher, HitGap())
+
+    def remove(self, publisher: Publisher) -> None:
+        """The engine is no longer configured; its requests in flight end by themselves."""
+        if self._ranks.pop(publisher, None) is not None:
+            self._directory.unregister(publisher)
+            self._router.remove(publisher)
+            self.gaps.pop(publisher, None)
+
+    def models(self) -> list[str]:
+        """Names that can be asked for, sorted."""
+        return sorted({name for rank in self._ranks.values() for name in rank.models})
+
+    def flags(self) -> dict[str, str]:
+        """Visible alarms, by engine."""
+        return {str(p): gap.flag for p, gap in sorted(self.gaps.items()) if gap.flag}
+
+    # -- Steer ----------------------------------------------------------------------------------
+
+    async def choose(self, request: Inbound) -> Route:
+        """Raises RequestError 404 for an unknown model, 503 when no engine is up."""
+        ranks = self._serving(request.body.get("model"))
+        tokens, reason = await self._prompt(request)
+        began = self._clock()
+        ask = self._ask(request, ranks, tokens, reason)
+        decision = self._router.peek(ask, began, among=ranks)
+        if not decision.plans:
+            raise RequestError(
+                "no engine is up that serves this model", status=503, code="no_engine"
+            )
+        if ask.unkeyed:
+            self.fallbacks[ask.unkeyed.partition(":")[0]] += 1
+        route_id = request.id
+        if route_id in self._pending:  # equal ids from two clients must not share books
+            route_id = f"{request.id}#{self.decisions}"
+            ask = msgspec.structs.replace(ask, id=route_id)
+            decision = msgspec.structs.replace(decision, id=route_id)
+        targets = tuple(_target(ranks[plan.publisher], plan) for plan in decision.plans)
+        plans = {str(plan.publisher): plan for plan in decision.plans}
+        self._pending[route_id] = _Pending(ask, plans, self._log.decided(decision))
+        self.decisions += 1
+        self.decision_s += self._clock() - began
+        return Route(route_id, targets, ask.prompt_tokens, ask.unkeyed)
+
+    def sent(self, route: Route, target: Target) -> None:
+        """Count it as in flight on ``target``."""
+        pending = self._pending.get(route.id)
+        if pending is not None:
+            pending.entry.tried.append(target.worker)
+            self._router.begin(pending.ask, pending.plans[target.worker], self._clock())
+
+    def first_token(self, route: Route, ttft_s: float) -> None:
+        """The engine's prefill queue moved on."""
+        self._router.first_token(route.id, self._clock())
+
+    def finished(self, route: Route, outcome: Outcome) -> None:
+        """Free the books and learn."""
+        pending = self._pending.pop(route.id, None)
+        if pending is None:
+            return
+        ok = 200 <= outcome.status < 300
+        self._router.end(route.id, self._clock(), ok=ok, cached_tokens=outcome.cached_tokens)
+        plan = pending.plans.get(outcome.target.worker)
+        if ok and plan is not None and outcome.cached_tokens >= 0:
+            gap = self.gaps.get(plan.publisher)
+            if gap is not None:
+                gap.observe(plan.resume_tokens, outcome.cached_tokens)
+        self._log.ended(pending.entry, outcome)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _serving(self, model: object) -> dict[Publisher, Rank]:
+        if not self._ranks:
+            raise RequestError("no engine has been reached yet", status=503, code="no_engine")
+        if model is None:
+            return dict(self._ranks)
+        ranks = {p: r for p, r in self._ranks.items() if model in r.models}
+        if not ranks:
+            raise RequestError(
+                f"the model {model!r} does not exist; there is: {', '.join(self.models())}",
+                status=404,
+                code="model_not_found",
+            )
+        return ranks
+
+    async def _prompt(self, request: Inbound) -> tuple[bytes, str]:
+        if request.path not in KEYED_PATHS:
+            return b"", f"endpoint: {request.path} has no prompt to key"
+        if self._tokens is None:
+            return b"", "tokenizer: none is configured"
+        try:
+            prompt = await self._tokens.prompt(request.path, request.body)
+        except Exception as error:  # fail open: a tokenizer must never fail a request
+            return b"", f"tokenizer: {type(error).__name__}: {error}"
+        return prompt.tokens, prompt.reason
+
+    def _ask(
+        self, request: Inbound, ranks: Mapping[Publisher, Rank], tokens: bytes, reason: str
+    ) -> Ask:
+        count = len(tokens) // 4
+        if reason or not count:
+            return Ask(request.id, count or -1, {}, (), reason or "prompt: it is empty")
+        scope = scope_of(request)
+        model = request.body.get("model")
+        keys: dict[bytes, list[bytes]] = {}
+        resumes = []
+        for rank in ranks.values():
+            if rank.fingerprint in keys:
+                continue
+            adapter = rank.models.get(model, "") if isinstance(model, str) else ""
+            grid = rank.layout.grid_tokens
+            usable = (count - 1) // grid  # one token must always be computed
+            root = self._keyring.root(rank.fingerprint, scope, adapter)
+            chain = self._keyring.chain(root, memoryview(tokens)[: usable * grid * 4], grid)
+            keys[rank.fingerprint] = chain
+            resumes.extend(self._directory.peek(chain, rank.fingerprint))
+        if len(keys) > 1:
+            resumes.sort(key=lambda r: (-r.tokens, -r.chain_tokens, r.publisher))
+        return Ask(request.id, count, keys, resumes)
+
+
+def scope_of(request: Inbound) -> Scope:
+    """Who may share this prompt's blocks: the salt in the header wins over the one in the body."""
+    salt = request.headers.get(SALT_HEADER) or request.body.get("cache_salt")
+    return Scope("tenant", salt) if isinstance(salt, str) and salt else PUBLIC
+
+
+def _target(rank: Rank, plan: Plan) -> Target:
+    return Target(str(rank.publisher), rank.url, rank.headers, plan.resume_tokens)
