@@ -21,11 +21,18 @@ class RequestError(KvatlasError):
     """The client's request is at fault (4xx), or nothing can serve it (5xx)."""
 
     def __init__(
-        self, message: str, *, status: int = 400, code: str = "invalid_request_error"
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request_error",
+        param: str | None = None,
     ) -> None:
+        """``param`` names the member of the body that is at fault."""
         super().__init__(message)
         self.status = status
         self.code = code
+        self.param = param
 
 
 class EngineError(KvatlasError):

@@ -54,6 +54,15 @@ class Outcome(msgspec.Struct):
     e2e_s: float = -1.0
 
 
+class Health(msgspec.Struct, frozen=True):
+    """``ready``: at least one engine can take requests. ``flags`` name what is degraded, in short
+    words that do not change; ``details`` explain them, for people."""
+
+    ready: bool
+    flags: tuple[str, ...] = ()
+    details: dict[str, object] = {}
+
+
 class Steer(Protocol):
     """Chooses engines. Never raises for a reason of its own: it falls back to load alone."""
 
@@ -71,4 +80,12 @@ class Steer(Protocol):
 
     def finished(self, route: Route, outcome: Outcome) -> None:
         """Called exactly once for every route that `choose` returned, whatever happened."""
+        ...
+
+    def models(self) -> list[dict[str, object]]:
+        """The engines' own /v1/models entries, merged: one per id."""
+        ...
+
+    def health(self) -> Health:
+        """For /health and /ready. Cheap: called by probes."""
         ...
