@@ -77,8 +77,9 @@ def read(
 
 
 def _open(path: Path) -> BinaryIO:
-    opened = lzma.open(path) if path.suffix == ".xz" else path.open("rb")
-    return cast(BinaryIO, opened)
+    if path.suffix == ".xz":
+        return cast(BinaryIO, lzma.open(path))  # noqa: SIM115 (the caller closes it)
+    return path.open("rb")
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:

@@ -1,0 +1,7 @@
+"""``python -m kvatlas``."""
+
+import sys
+
+from kvatlas.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,186 @@
+"""``kvatlas stub-engine``: engines without a model, for tests, demos and load experiments."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
+from kvatlas.connectors.stub_text import FileTokenizer, TextTokenizer, WordTokenizer
+from kvatlas.connectors.stub_wire import EVENT_FORMATS
+from kvatlas.core.layout import Layout
+from kvatlas.errors import ConfigError
+from kvatlas.workload.device import DEVICES, device
+from kvatlas.workload.engine import EngineSpec
+from kvatlas.workload.holding import unroll
+from kvatlas.workload.models import known_models, load_layout
+from kvatlas.workload.pool import pool_blocks
+
+_EPILOG = f"""\
+Each engine serves OpenAI's interface and vLLM's own paths, publishes KV events and keeps a prefix
+cache as the layout's components demand. Its answers are a digest of every piece of state that it
+resumed from: the same prompt gives the same words, and damage to any piece changes them.
+
+When all engines listen, one line of JSON tells where:
+  {{"engines":[{{"name":"stub-0","url":"http://127.0.0.1:9100","events":"tcp://…","replay":"tcp://…"}}]}}
+
+known layouts: {", ".join(known_models())}
+
+examples:
+  kvatlas stub-engine --count 8 --port 9100 --layout deepseek-v4-flash --device H200
+  kvatlas stub-engine --layout ./config.json --time-scale 0.05 --ports-file ports.json
+  kvatlas stub-engine --layout 16 --prefill-tokens-per-s 8000 --decode-step-s 0.02
+
+for tests, on every engine:
+  GET  /stub/state     counters, cache and digest
+  POST /stub/fault     fail_next, fail_status, delay_s, cut_after_tokens, health_status
+  POST /stub/damage    {{"group": 0}}: turn over the bytes of that group's blocks
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "stub-engine",
+        help="engines without a model: OpenAI's interface, KV events, a real cache's behaviour",
+        description="Run engines without a model, many in one process.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--count", type=int, default=1, metavar="N", help="engines to run (1)")
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    add("--port", type=int, default=0, help="first HTTP port, the next follow (0: free ones)")
+    add("--events-port", type=int, default=0, help="first port for KV events, two per engine (0)")
+    add("--ports-file", type=Path, metavar="FILE", help="also write the line of JSON here")
+    add(
+        "--layout",
+        default="deepseek-v4-flash",
+        metavar="L",
+        help="a known name, a config.json or its directory, or a plain block size "
+        "(deepseek-v4-flash)",
+    )
+    add("--engine", choices=("vllm", "sglang"), default="vllm", help="whose layout (vllm)")
+    add("--kv-dtype", default="auto", help="KV dtype of the layout (auto)")
+    add("--model-name", default="", help="name that clients use (default: the layout's)")
+    add("--adapter", action="append", default=[], metavar="NAME", help="a LoRA name (repeatable)")
+    add("--tokenizer", type=Path, metavar="DIR", help="tokenizer.json and chat template")
+    add("--context-tokens", type=int, default=1 << 20, metavar="N", help="longest request (1M)")
+    add("--answer-tokens", type=int, default=64, metavar="N", help="where no limit is asked (64)")
+    add("--event-format", choices=EVENT_FORMATS, default="vllm", help="wire form (vllm)")
+    add("--topic", default="", help="ZMQ topic of the KV events")
+    add("--no-events", action="store_true", help="no KV-event socket")
+    cache = parser.add_argument_group("cache")
+    cache.add_argument("--pool-tokens", type=int, metavar="N", help="as much KV as N tokens need")
+    cache.add_argument("--pool-blocks", type=int, metavar="N", help="usable blocks of the pool")
+    cache.add_argument("--pool-gib", type=float, metavar="G", help="KV memory in GiB")
+    cache.add_argument(
+        "--retention-tokens",
+        default="0",
+        metavar="N",
+        help="windows kept: 0 the last of each prompt and junctions, N one per N, all (0)",
+    )
+    timing = parser.add_argument_group("time")
+    timing.add_argument("--device", choices=sorted(DEVICES), default="H200", help="(H200)")
+    timing.add_argument("--devices", type=int, default=1, metavar="N", help="that work together")
+    timing.add_argument("--precision", default="fp8", help="of the arithmetic (fp8)")
+    timing.add_argument("--prefill-tokens-per-s", type=float, metavar="R", help="measured, instead")
+    timing.add_argument("--decode-step-s", type=float, metavar="S", help="measured, instead")
+    timing.add_argument(
+        "--time-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiply every duration: 0.1 is ten times faster, 0 instant (1)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    layout = load_layout(args.layout, engine=args.engine, kv_dtype=args.kv_dtype)
+    options = StubOptions(
+        layout=layout,
+        spec=_spec(args, layout),
+        model_name=args.model_name or layout.model or "stub",
+        count=args.count,
+        host=args.host,
+        port=args.port,
+        events_port=args.events_port,
+        events=not args.no_events,
+        event_format=args.event_format,
+        topic=args.topic,
+        adapters=tuple(args.adapter),
+        natural_output_tokens=args.answer_tokens,
+    )
+
+    def tokenizer() -> TextTokenizer:
+        return FileTokenizer(args.tokenizer) if args.tokenizer else WordTokenizer()
+
+    asyncio.run(_serve(StubCluster(options, tokenizer), args.ports_file))
+    return 0
+
+
+def _spec(args: argparse.Namespace, layout: Layout) -> EngineSpec:
+    measured = args.prefill_tokens_per_s is not None or layout.compute is None
+    retention = None if args.retention_tokens == "all" else _whole(args.retention_tokens)
+    return EngineSpec(
+        blocks=_blocks(args, layout),
+        context_tokens=args.context_tokens,
+        retention_tokens=retention,
+        device=device(args.device),
+        devices=args.devices,
+        precision=args.precision,
+        # A plain block size says nothing about the model: figures of a 30B dense one on an H100.
+        prefill_tokens_per_s=(args.prefill_tokens_per_s or 8000.0) if measured else None,
+        decode_step_s=(args.decode_step_s or 0.02) if measured else args.decode_step_s,
+        time_scale=args.time_scale,
+    )
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"--retention-tokens {text}: a whole number or all is needed")
+    return int(text)
+
+
+def _blocks(args: argparse.Namespace, layout: Layout) -> int:
+    """The pool's size from whichever of the three options was given."""
+    given = [v for v in (args.pool_tokens, args.pool_blocks, args.pool_gib) if v is not None]
+    if len(given) > 1:
+        raise ConfigError("give only one of --pool-tokens, --pool-blocks and --pool-gib")
+    if args.pool_blocks is not None:
+        return int(args.pool_blocks)
+    if args.pool_gib is not None:
+        return pool_blocks(layout, int(args.pool_gib * (1 << 30)))
+    tokens = args.pool_tokens if args.pool_tokens is not None else 1 << 20
+    chains = [slot.block_tokens for slot in unroll(layout) if slot.chain]
+    return sum(-(-tokens // block_tokens) for block_tokens in chains)
+
+
+async def _serve(cluster: StubCluster, ports_file: Path | None) -> None:
+    """Runs until SIGINT or SIGTERM."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with cluster:
+        line = msgspec.json.encode({"engines": cluster.addresses}).decode()
+        if ports_file is not None:
+            _write(ports_file, line)
+        print(line, flush=True)
+        await stop.wait()
+    print("kvatlas: stub engines stopped", file=sys.stderr)
+
+
+def _write(path: Path, line: str) -> None:
+    """All or nothing: a reader that waits for the file never sees half of it."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(line + "\n")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--ports-file {path}: cannot be written: {error}") from error

@@ -1,0 +1,478 @@
+"""The stub engine's HTTP interface: OpenAI's, vLLM 0.32's own paths, and /stub/ for tests.
+
+Bodies follow vLLM 0.32 (`entrypoints/openai/*/serving.py`, `entrypoints/serve/*`) field by field,
+so that what works against the stub works against the engine. Nothing here knows a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from urllib.parse import parse_qs
+
+import msgspec
+
+from kvatlas.connectors.stub import Generation, StubEngine
+from kvatlas.connectors.stub_text import TextTokenizer, ids_of
+from kvatlas.errors import RequestError
+from kvatlas.service.http import Request
+from kvatlas.service.http_reply import Reply
+
+ENGINE_VERSION = "0.32.0"
+EMBEDDING_SIZE = 16
+DEFAULT_OUTPUT_TOKENS = 16  # OpenAI's and vLLM's for /v1/completions
+
+_encode = msgspec.json.encode
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A generation request that was checked: what both completion paths have in common."""
+
+    chat: bool
+    tokens: bytes
+    output_tokens: int
+    stream: bool
+    include_usage: bool
+    salt: str
+    adapter: str
+    model: str
+
+
+class StubApi:
+    """Handlers of one engine. `handle` never raises: its faults are error envelopes."""
+
+    def __init__(self, engine: StubEngine, tokenizer: TextTokenizer) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._started = time.time()
+        self._routes: dict[tuple[str, str], Callable[[Request, Reply], Awaitable[None]]] = {
+            ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/completions"): self._completion,
+            ("POST", "/v1/embeddings"): self._embeddings,
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/tokenize"): self._tokenize,
+            ("GET", "/health"): self._health,
+            ("GET", "/version"): self._version,
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/kv_event_sources"): self._event_sources,
+            ("POST", "/reset_prefix_cache"): self._reset,
+            ("POST", "/sleep"): self._sleep,
+            ("POST", "/wake_up"): self._wake_up,
+            ("GET", "/is_sleeping"): self._is_sleeping,
+            ("GET", "/stub/state"): self._stub_state,
+            ("POST", "/stub/fault"): self._stub_fault,
+            ("POST", "/stub/damage"): self._stub_damage,
+        }
+        self._paths = {path for _, path in self._routes}
+
+    async def handle(self, request: Request, reply: Reply) -> None:
+        handler = self._routes.get((request.method, request.path))
+        try:
+            if handler is None:
+                known = request.path in self._paths
+                text, status = ("Method Not Allowed", 405) if known else ("Not Found", 404)
+                raise RequestError(text, status=status)
+            await handler(request, reply)
+        except RequestError as problem:
+            if reply.started:
+                reply.end(b"data: " + _encode(_error(problem)) + b"\n\ndata: [DONE]\n\n")
+            else:
+                reply.send_json(problem.status, _error(problem))
+
+    # --- generation ---------------------------------------------------------------------------
+
+    async def _chat(self, request: Request, reply: Reply) -> None:
+        body = parse_object(request.body)
+        self._adapter(body.get("model"))
+        tokens = self._tokenizer.encode_chat(body)
+        await self._answer(request, reply, self._question(body, tokens, chat=True))
+
+    async def _completion(self, request: Request, reply: Reply) -> None:
+        body = parse_object(request.body)
+        self._adapter(body.get("model"))
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            special = body.get("add_special_tokens") is not False
+            tokens = self._tokenizer.encode(prompt, special=special)
+        elif isinstance(prompt, list) and all(isinstance(item, int) for item in prompt[:1]):
+            tokens = ids_of(prompt)
+        else:
+            raise RequestError("prompt: one text or one list of token ids is needed")
+        await self._answer(request, reply, self._question(body, tokens, chat=False))
+
+    def _question(self, body: Mapping[str, object], tokens: bytes, *, chat: bool) -> Question:
+        if body.get("n") not in (None, 1):
+            raise RequestError("n: this engine answers with one choice")
+        if not tokens:
+            raise RequestError("the prompt is empty")
+        prompt_tokens = len(tokens) // 4
+        room = self._engine.max_model_tokens - prompt_tokens
+        wanted = body.get("max_completion_tokens") if chat else None
+        wanted = body.get("max_tokens") if wanted is None else wanted
+        if wanted is None:
+            wanted = max(1, room) if chat else DEFAULT_OUTPUT_TOKENS
+            wanted = min(wanted, self._engine.natural_output_tokens)
+        if not isinstance(wanted, int) or wanted < 1:
+            raise RequestError("max_tokens: a whole number of at least 1 is needed")
+        if wanted > room:
+            raise RequestError(
+                f"This model's maximum context length is {self._engine.max_model_tokens} tokens. "
+                f"However, you requested {wanted} output tokens and your prompt contains "
+                f"{prompt_tokens} input tokens."
+            )
+        options = body.get("stream_options")
+        usage = isinstance(options, dict) and options.get("include_usage") is True
+        salt = body.get("cache_salt")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise RequestError("cache_salt: a text of at least one character is needed")
+        return Question(
+            chat=chat,
+            tokens=tokens,
+            output_tokens=wanted,
+            stream=body.get("stream") is True,
+            include_usage=usage,
+            salt=salt or "",
+            adapter=self._adapter(body.get("model")),
+            model=str(body.get("model") or self._engine.model_name),
+        )
+
+    def _adapter(self, model: object) -> str:
+        """The adapter that ``model`` names, "" for the base model (named or not at all)."""
+        if not model or model == self._engine.model_name:
+            return ""
+        if model in self._engine.adapters:
+            return str(model)
+        raise RequestError(f"The model `{model}` does not exist.", status=404)
+
+    async def _answer(self, request: Request, reply: Reply, question: Question) -> None:
+        faults = self._engine.faults
+        if faults.delay_s:
+            await asyncio.sleep(faults.delay_s)
+        if faults.fail_next > 0:
+            faults.fail_next -= 1
+            raise RequestError("the stub was told to fail this request", status=faults.fail_status)
+        generation = self._engine.generate(
+            question.tokens,
+            question.output_tokens,
+            salt=question.salt,
+            adapter=question.adapter,
+        )
+        prefix = "chatcmpl-" if question.chat else "cmpl-"
+        answer_id = prefix + (request.header("x-request-id") or uuid.uuid4().hex)
+        form = (_ChatForm if question.chat else _TextForm)(answer_id, question.model)
+        try:
+            if question.stream:
+                await self._stream(reply, form, generation, include_usage=question.include_usage)
+            else:
+                text = "".join([piece async for pieces in generation for piece in pieces])
+                reply.send_json(200, form.whole(text, generation))
+        finally:
+            generation.close()
+
+    async def _stream(
+        self, reply: Reply, form: _TextForm, generation: Generation, *, include_usage: bool
+    ) -> None:
+        """Server-sent events, one per token, in vLLM's order."""
+        cut_after, self._engine.faults.cut_after_tokens = (
+            self._engine.faults.cut_after_tokens,
+            None,
+        )
+        reply.start(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+        opening = form.opening()
+        async for pieces in generation:
+            if cut_after is not None and generation.made_tokens > cut_after:
+                reply.abort()
+                return
+            chunks = [form.piece(piece) for piece in pieces]
+            if generation.made_tokens == generation.output_tokens:
+                chunks[-1] = form.piece(pieces[-1], last=True)
+            reply.write(opening + b"".join(chunks))
+            opening = b""
+        tail = form.closing(generation) if include_usage else b""
+        reply.end(tail + b"data: [DONE]\n\n")
+
+    # --- the rest of OpenAI's interface --------------------------------------------------------
+
+    async def _embeddings(self, request: Request, reply: Reply) -> None:
+        body = parse_object(request.body)
+        model = body.get("model") or self._engine.model_name
+        self._adapter(model)
+        given = body.get("input")
+        single = isinstance(given, str) or (
+            isinstance(given, list) and given and isinstance(given[0], int)
+        )
+        inputs = [given] if single else given
+        if not isinstance(inputs, list) or not inputs:
+            raise RequestError("input: a text, a list of token ids, or a list of these is needed")
+        data, total = [], 0
+        for index, item in enumerate(inputs):
+            if not isinstance(item, str | list):
+                raise RequestError("input: a text or a list of token ids is needed")
+            tokens = (
+                self._tokenizer.encode(item, special=True)
+                if isinstance(item, str)
+                else ids_of(item)
+            )
+            total += len(tokens) // 4
+            data.append({"index": index, "object": "embedding", "embedding": _embedding(tokens)})
+        usage = {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0}
+        reply.send_json(200, {"object": "list", "data": data, "model": model, "usage": usage})
+
+    async def _models(self, request: Request, reply: Reply) -> None:
+        base = self._engine.model_name
+        cards = [self._card(base, None), *(self._card(a, base) for a in self._engine.adapters)]
+        reply.send_json(200, {"object": "list", "data": cards})
+
+    def _card(self, name: str, parent: str | None) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(self._started),
+            "owned_by": "vllm",
+            "root": name,
+            "parent": parent,
+            "max_model_len": self._engine.max_model_tokens if parent is None else None,
+            "permission": [],
+        }
+
+    async def _tokenize(self, request: Request, reply: Reply) -> None:
+        body = parse_object(request.body)
+        prompt, messages = body.get("prompt"), body.get("messages")
+        if isinstance(messages, list):
+            tokens = self._tokenizer.encode_chat(body)
+        elif isinstance(prompt, str):
+            special = body.get("add_special_tokens") is not False
+            tokens = self._tokenizer.encode(prompt, special=special)
+        else:
+            raise RequestError("prompt or messages is needed")
+        ids = memoryview(tokens).cast("I").tolist()
+        limit = self._engine.max_model_tokens
+        reply.send_json(
+            200, {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None}
+        )
+
+    # --- vLLM's own paths ----------------------------------------------------------------------
+
+    async def _health(self, request: Request, reply: Reply) -> None:
+        reply.send(self._engine.faults.health_status, [])
+
+    async def _version(self, request: Request, reply: Reply) -> None:
+        reply.send_json(200, {"version": ENGINE_VERSION})
+
+    async def _metrics(self, request: Request, reply: Reply) -> None:
+        text = metrics_text(self._engine, self._started)
+        kind = b"text/plain; version=0.0.4; charset=utf-8"
+        reply.send(200, [(b"content-type", kind)], text.encode())
+
+    async def _event_sources(self, request: Request, reply: Reply) -> None:
+        publisher = self._engine.publisher
+        reply.send_json(200, {} if publisher is None else {"0": publisher.source()})
+
+    async def _reset(self, request: Request, reply: Reply) -> None:
+        reply.send_json(200, {"success": self._engine.reset_cache()})
+
+    async def _sleep(self, request: Request, reply: Reply) -> None:
+        try:
+            level = int(parse_qs(request.query).get("level", ["1"])[0])
+        except ValueError as problem:
+            raise RequestError("level: 0, 1 or 2 is needed") from problem
+        self._engine.sleep()
+        reply.send_json(200, {"status": "sleeping", "level": level})
+
+    async def _wake_up(self, request: Request, reply: Reply) -> None:
+        self._engine.wake_up()
+        reply.send_json(200, {"status": "awake", "tags": None})
+
+    async def _is_sleeping(self, request: Request, reply: Reply) -> None:
+        reply.send_json(200, {"is_sleeping": self._engine.sleeping})
+
+    # --- /stub/: what tests do to an engine ----------------------------------------------------
+
+    async def _stub_state(self, request: Request, reply: Reply) -> None:
+        reply.send_json(200, self._engine.describe())
+
+    async def _stub_fault(self, request: Request, reply: Reply) -> None:
+        """``{"fail_next": 2, "fail_status": 500, "delay_s": 0.1, "cut_after_tokens": 3,
+        "health_status": 503}``: only the named ones change."""
+        self._engine.faults = self._engine.faults.changed(parse_object(request.body))
+        reply.send_json(200, {"ok": True})
+
+    async def _stub_damage(self, request: Request, reply: Reply) -> None:
+        """``{"group": 0}``: flip a byte of every cached block of that group."""
+        group = parse_object(request.body).get("group")
+        if not isinstance(group, int):
+            raise RequestError("group: the index of a group is needed")
+        reply.send_json(200, {"damaged_blocks": self._engine.damage(group)})
+
+
+def parse_object(body: bytes) -> dict[str, object]:
+    """Raises RequestError unless ``body`` is one JSON object."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise RequestError(f"the body is not valid JSON: {problem}") from problem
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object")
+    return value
+
+
+_ERROR_TYPES = {404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
+
+
+def _error(problem: RequestError) -> dict[str, object]:
+    """OpenAI's envelope in vLLM's dress: the code is the status."""
+    kind = _ERROR_TYPES.get(problem.status, "BadRequestError")
+    fault = {"message": str(problem), "type": kind, "param": None, "code": problem.status}
+    return {"error": fault}
+
+
+def _embedding(tokens: bytes) -> list[float]:
+    digest = hashlib.shake_128(tokens).digest(EMBEDDING_SIZE)
+    norm = sum((byte - 127.5) ** 2 for byte in digest) ** 0.5
+    return [(byte - 127.5) / norm for byte in digest]
+
+
+# --- bodies of an answer ------------------------------------------------------------------------
+
+
+class _TextForm:
+    """/v1/completions. The constant parts of a chunk are encoded once per request."""
+
+    chunk_object = "text_completion"
+
+    def __init__(self, answer_id: str, model: str) -> None:
+        self._id = answer_id
+        self._model = model
+        self._created = int(time.time())
+        head = {
+            "id": answer_id,
+            "object": self.chunk_object,
+            "created": self._created,
+            "model": model,
+        }
+        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
+
+    def opening(self) -> bytes:
+        return b""
+
+    def piece(self, text: str, *, last: bool = False) -> bytes:
+        choice = {
+            "index": 0,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": "length" if last else None,
+            "stop_reason": None,
+            "prompt_token_ids": None,
+            "token_ids": None,
+        }
+        return self._head + _encode(choice) + b"]}\n\n"
+
+    def usage(self, generation: Generation) -> dict[str, object]:
+        made = generation.made_tokens
+        return {
+            "prompt_tokens": generation.prompt_tokens,
+            "total_tokens": generation.prompt_tokens + made,
+            "completion_tokens": made,
+            "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        }
+
+    def closing(self, generation: Generation) -> bytes:
+        return self._head + b'],"usage":' + _encode(self.usage(generation)) + b"}\n\n"
+
+    def whole(self, text: str, generation: Generation) -> dict[str, object]:
+        choice = {
+            "index": 0,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "prompt_logprobs": None,
+        }
+        return self._body("text_completion", choice, generation)
+
+    def _body(
+        self, kind: str, choice: dict[str, object], generation: Generation
+    ) -> dict[str, object]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": [choice],
+            "usage": self.usage(generation),
+            "kv_transfer_params": None,
+        }
+
+
+class _ChatForm(_TextForm):
+    """/v1/chat/completions: a role chunk first, then one chunk per token."""
+
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self) -> bytes:
+        choice = {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return self._head + _encode(choice) + b"]}\n\n"
+
+    def piece(self, text: str, *, last: bool = False) -> bytes:
+        choice: dict[str, object] = {
+            "index": 0,
+            "delta": {"content": text},
+            "logprobs": None,
+            "finish_reason": "length" if last else None,
+        }
+        if last:
+            choice["stop_reason"] = None
+        choice["token_ids"] = None
+        return self._head + _encode(choice) + b"]}\n\n"
+
+    def whole(self, text: str, generation: Generation) -> dict[str, object]:
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+        return self._body("chat.completion", choice, generation)
+
+
+# --- /metrics ------------------------------------------------------------------------------------
+
+
+def metrics_text(engine: StubEngine, started: float) -> str:
+    """Prometheus text under vLLM's names: those that a router reads."""
+    label = f'{{engine="0",model_name="{engine.model_name}"}}'
+    numbers = engine.numbers()
+    lines = []
+    for name, kind, value in (
+        ("vllm:num_requests_running", "gauge", numbers.running),
+        ("vllm:num_requests_waiting", "gauge", numbers.waiting),
+        ("vllm:kv_cache_usage_perc", "gauge", numbers.usage),
+        ("vllm:engine_sleep_state", "gauge", float(engine.sleeping)),
+        ("vllm:prefix_cache_queries_total", "counter", numbers.queried_tokens),
+        ("vllm:prefix_cache_hits_total", "counter", numbers.hit_tokens),
+        ("vllm:prompt_tokens_total", "counter", numbers.prompt_tokens),
+        ("vllm:generation_tokens_total", "counter", numbers.output_tokens),
+        ("vllm:request_success_total", "counter", numbers.finished),
+    ):
+        family = name.removesuffix("_total") if kind == "counter" else name
+        lines += [f"# TYPE {family} {kind}", f"{name}{label} {float(value)}"]
+    info = ",".join(f'{key}="{value}"' for key, value in engine.cache_info().items())
+    lines += [
+        "# TYPE vllm:cache_config_info gauge",
+        f'vllm:cache_config_info{{engine="0",{info}}} 1.0',
+        "# TYPE process_start_time_seconds gauge",
+        f"process_start_time_seconds {started}",
+        "",
+    ]
+    return "\n".join(lines)
