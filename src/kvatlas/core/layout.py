@@ -51,11 +51,9 @@ class Component(msgspec.Struct, frozen=True):
 
     def window_blocks(self) -> int | None:
         """Blocks that must end at a resume position; None: all of them."""
-        return (
-            None
-            if self.rule is Rule.CHAIN
-            else _window_blocks(self.window_tokens, self.block_tokens)
-        )
+        if self.rule is Rule.CHAIN:
+            return None
+        return _window_blocks(self.window_tokens, self.block_tokens)
 
 
 class Group(msgspec.Struct, frozen=True):

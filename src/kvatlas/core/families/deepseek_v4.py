@@ -151,7 +151,7 @@ def _rows(shape: Shape, fields: Fields, wanted: Wanted) -> Rows:
     name = _kv_name(wanted)
     if wanted.engine == "sglang" and name != "fp8_ds_mla":
         raise LayoutError(f"kv_dtype {wanted.kv_dtype!r}: SGLang keeps V4's KV as fp8 only")
-    rope = fields.count("qk_rope_head_dim", default=64)
+    rope = fields.count("qk_rope_head_dim", default=_rope_dim(fields, shape.head_dim))
     if name == "fp8_ds_mla":
         if (shape.head_dim, rope) != (512, 64):
             raise LayoutError(
@@ -174,6 +174,12 @@ def _rows(shape: Shape, fields: Fields, wanted: Wanted) -> Rows:
         index_state=2 * 2 * shape.index_dim * 4,
         hca_state=2 * shape.head_dim * 4,
     )
+
+
+def _rope_dim(fields: Fields, head_dim: int) -> int:
+    """What a config without qk_rope_head_dim says: a share of the head, 64 if not even that."""
+    share = fields.get("partial_rotary_factor")
+    return round(head_dim * share) if isinstance(share, float) and 0 < share <= 1 else 64
 
 
 def _chain(
