@@ -65,7 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=_tokens,
         action="append",
         metavar="TOKENS",
-        help=f"totals at this many tokens; may be repeated (default: {_CONTEXTS})",
+        help="totals at this many tokens; may be repeated (default: 4096, 131072, 1048576)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

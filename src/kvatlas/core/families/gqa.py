@@ -188,7 +188,8 @@ def _feed_forward(fields: Fields, layers: int, hidden: int) -> int:
         used = fields.count("num_experts_per_tok", high=experts)
         width = fields.count("intermediate_size")
         return layers * hidden * (3 * width * used + experts)
-    experts = fields.count("num_experts", high=1 << 16)
+    name = "num_local_experts" if fields.has("num_local_experts") else "num_experts"
+    experts = fields.count(name, high=1 << 16)
     used = fields.count("num_experts_per_tok", high=experts)
     step = fields.count("decoder_sparse_step", high=layers, default=1)
     dense_only = fields.items("mlp_only_layers") or []
