@@ -6,7 +6,7 @@ import array
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvatlas.core.directory import Directory
 from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -29,9 +29,9 @@ LAYOUT = Layout(
         Group("wide", "window", GRID, 17),  # the last two grid blocks
     ),
 )
-PUBLISHERS = [Publisher("w1"), Publisher("w2"), Publisher("w3")]
+PUBLISHERS = [Publisher("w1"), Publisher("w2")]
 TIERS = [Tier.HBM, Tier.DRAM]
-DEPTH = 4
+PROMPTS = ((0, 0, 0), (0, 0, 1), (1, 0, 0))
 
 
 def path_tokens(path: tuple[int, ...]) -> bytes:
@@ -47,14 +47,12 @@ def block_hash(path: tuple[int, ...], back: int = 0) -> int:
     return value * 16 + back
 
 
-paths = st.lists(st.integers(0, 1), min_size=1, max_size=DEPTH).map(tuple)
+paths = st.sampled_from(sorted({p[: i + 1] for p in PROMPTS for i in range(len(p))}))
 publishers = st.sampled_from(PUBLISHERS)
 tiers = st.sampled_from(TIERS)
 
 
 class DirectoryMachine(RuleBasedStateMachine):
-    known = Bundle("known")
-
     def __init__(self) -> None:
         super().__init__()
         self.directory = Directory(RING)
@@ -62,69 +60,61 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.directory.register(publisher, LAYOUT, FP)
         # (publisher, group, tier, path, unit counted from the end of the block)
         self.held: set[tuple[Publisher, str, Tier, tuple[int, ...], int]] = set()
-        self.named: set[tuple[Publisher, tuple[int, ...]]] = set()
 
-    @rule(target=known, publisher=publishers, path=paths, tier=tiers)
-    def store_chain(
-        self, publisher: Publisher, path: tuple[int, ...], tier: Tier
-    ) -> tuple[int, ...]:
+    @rule(publisher=publishers, path=paths, tier=tiers)
+    def store_chain(self, publisher: Publisher, path: tuple[int, ...], tier: Tier) -> None:
         hashes = tuple(block_hash(path[: i + 1]) for i in range(len(path)))
         event = BlockStored(hashes, None, path_tokens(path), GRID, tier, 0, "full")
         assert self.directory.apply(publisher, [event]).stored >= len(path)
         for i in range(len(path)):
             self.held.add((publisher, "kv", tier, path[: i + 1], 0))
-        return path
 
-    @rule(publisher=publishers, path=known, tier=tiers)
+    @rule(publisher=publishers, path=paths, tier=tiers)
     def store_windows(self, publisher: Publisher, path: tuple[int, ...], tier: Tier) -> None:
-        """Only after the chain is named, so that the twin needs no memory of waiting claims."""
-        if not self._named(publisher, path):
-            return
+        """The chain is named first, so that the twin needs no memory of waiting claims."""
+        self.store_chain(publisher, path, tier)
         data = path_tokens(path)
         near = (block_hash(path, 2), block_hash(path))
         self.directory.apply(publisher, [BlockStored(near, None, data, 2, tier, 1, "window", 4)])
         self.held |= {(publisher, "near", tier, path, unit) for unit in (0, 1)}
-        wide = tuple(
-            block_hash(path[: i + 1])
-            for i in range(max(0, len(path) - 2), len(path))
-            if self._named(publisher, path[: i + 1])
-        )
+        wide = tuple(block_hash(path[: i + 1]) for i in range(max(0, len(path) - 2), len(path)))
         self.directory.apply(
             publisher, [BlockStored(wide, None, data, GRID, tier, 2, "window", 17)]
         )
         for i in range(max(0, len(path) - 2), len(path)):
-            if self._named(publisher, path[: i + 1]):
-                self.held.add((publisher, "wide", tier, path[: i + 1], 0))
+            self.held.add((publisher, "wide", tier, path[: i + 1], 0))
 
-    @rule(publisher=publishers, path=known, tier=tiers, group=st.integers(0, 2), unit=st.booleans())
-    def remove(
-        self, publisher: Publisher, path: tuple[int, ...], tier: Tier, group: int, unit: bool
-    ) -> None:
-        name = ("kv", "near", "wide")[group]
+    @rule(data=st.data(), never_held=st.booleans())
+    def remove(self, data: st.DataObject, never_held: bool) -> None:
+        """Something that is held, or (the same, on the other publisher) perhaps is not."""
+        if not self.held:
+            return
+        publisher, name, tier, path, unit = data.draw(st.sampled_from(sorted(self.held)))
+        if never_held:
+            publisher = PUBLISHERS[1 - PUBLISHERS.index(publisher)]
+        group = ("kv", "near", "wide").index(name)
         if not any(h[0] == publisher and h[1] == name for h in self.held):
             return  # the engine's index of this group was never announced
-        back = 2 if group == 1 and unit else 0
-        self.directory.apply(publisher, [BlockRemoved((block_hash(path, back),), tier, group)])
-        self.held.discard((publisher, name, tier, path, back // 2))
+        removed = BlockRemoved((block_hash(path, 2 * unit),), tier, group)
+        self.directory.apply(publisher, [removed])
+        self.held.discard((publisher, name, tier, path, unit))
 
-    @rule(publisher=publishers)
-    def clear(self, publisher: Publisher) -> None:
-        self.directory.apply(publisher, [AllBlocksCleared()])
+    @rule(
+        publisher=publishers,
+        how=st.sampled_from(["clear", "restart", "leave"]),
+        dice=st.integers(0, 3),
+    )
+    def lose_everything(self, publisher: Publisher, how: str, dice: int) -> None:
+        if dice:
+            return  # rare, so that there is something to lose
+        if how == "clear":
+            self.directory.apply(publisher, [AllBlocksCleared()])
+        elif how == "restart":
+            self.directory.reset(publisher)
+        else:
+            self.directory.unregister(publisher)
+            self.directory.register(publisher, LAYOUT, FP)
         self.held = {h for h in self.held if h[0] != publisher}
-
-    @rule(publisher=publishers)
-    def restart(self, publisher: Publisher) -> None:
-        self.directory.reset(publisher)
-        self.held = {h for h in self.held if h[0] != publisher}
-
-    @rule(publisher=publishers)
-    def leave_and_return(self, publisher: Publisher) -> None:
-        self.directory.unregister(publisher)
-        self.directory.register(publisher, LAYOUT, FP)
-        self.held = {h for h in self.held if h[0] != publisher}
-
-    def _named(self, publisher: Publisher, path: tuple[int, ...]) -> bool:
-        return any(h[0] == publisher and h[1] == "kv" and h[3] == path for h in self.held)
 
     def _has(self, publisher: Publisher, group: str, path: tuple[int, ...], tier: Tier) -> bool:
         units = (0, 1) if group == "near" else (0,)
@@ -154,7 +144,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_resume_position_is_right(self) -> None:
-        for prompt in ((0,) * DEPTH, (1,) * DEPTH, (0, 1, 0, 1), (1, 0, 0, 1)):
+        for prompt in PROMPTS:
             keys = RING.chain(RING.root(FP), path_tokens(prompt), GRID)
             found = {r.publisher: r for r in self.directory.peek(keys, FP)}
             for publisher in PUBLISHERS:
@@ -177,6 +167,6 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 
 DirectoryMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
+    max_examples=80, stateful_step_count=40, deadline=None
 )
 TestDirectoryMachine = DirectoryMachine.TestCase
