@@ -97,6 +97,14 @@ class Child:
             time.sleep(0.1)
         return time.monotonic() - started
 
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit status once it has ended by itself, None when it still runs after that."""
+        assert self._process is not None, "not started"
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
     def check(self) -> None:
         """Raises EngineError, with the end of its log, when it is not running."""
         if not self.alive:
@@ -114,6 +122,9 @@ class Child:
     def stop(self, grace_s: float = 15.0) -> None:
         """Ends it and everything that it started; safe to call twice."""
         stop_all([self], grace_s)
+
+    def ended(self) -> None:
+        """Called once it was stopped: the place to clear away what it leaves behind."""
 
 
 def stop_all(children: Iterable[Child], grace_s: float = 15.0) -> None:
@@ -133,6 +144,7 @@ def stop_all(children: Iterable[Child], grace_s: float = 15.0) -> None:
         _signal_group(child.pid, signal.SIGKILL)
         child._process.wait()
         child._process = None
+        child.ended()
 
 
 def free_ports(count: int) -> list[int]:

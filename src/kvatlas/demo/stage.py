@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvatlas.connectors.child import Child, free_ports
-from kvatlas.demo.play import Answer, ask, play
+from kvatlas.demo.play import ask, play
 from kvatlas.demo.table import Run, summarize
 from kvatlas.errors import EngineError
 from kvatlas.service.http_client import HttpClient
@@ -18,7 +18,7 @@ from kvatlas.workload.chats import Chat
 
 BASELINE = "round_robin"
 OURS = "price"
-REQUEST_ID_HEADER = "x-kvatlas-request-id"
+REQUEST_ID_HEADER = "x-request-id"
 
 
 class Engines(msgspec.Struct, frozen=True):
@@ -38,6 +38,15 @@ class Outcome(msgspec.Struct, frozen=True):
     before: Run
     after: Run
     explained: str
+
+
+class Played(msgspec.Struct, frozen=True):
+    """One policy's run: totals, ``explain`` of the request that was served most from a cache, and
+    the URL of the gateway (which may have ended)."""
+
+    totals: Run
+    explained: str
+    url: str
 
 
 class Stage:
@@ -72,11 +81,10 @@ class Stage:
         chats: Sequence[Chat],
         *,
         output_tokens: int,
-        tick: Callable[[Answer], None],
+        tick: Callable[[], None],
         keep: bool = False,
-    ) -> tuple[Run, str, str]:
-        """The chats on empty caches under one policy: the totals, ``explain`` of the request that
-        was served most from a cache, and the gateway's URL, ended unless ``keep``."""
+    ) -> Played:
+        """The chats on empty caches under one policy; its gateway is ended unless ``keep``."""
         await self.empty_caches()
         gateway = self.serve(policy)
         started = time.monotonic()
@@ -88,7 +96,7 @@ class Stage:
         explained = await _explain(gateway.url, best.headers.get(REQUEST_ID_HEADER, ""))
         if not keep:
             gateway.stop()
-        return summarize(policy, answers, wall_s), explained, gateway.url
+        return Played(summarize(policy, answers, wall_s), explained, gateway.url)
 
     async def empty_caches(self) -> None:
         """Drops every engine's prefix cache, then sends it a word: vLLM announces that its cache
