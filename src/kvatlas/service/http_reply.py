@@ -15,6 +15,11 @@ JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 class Wire(Protocol):
     """The connection as a reply sees it."""
 
+    @property
+    def paused(self) -> bool:
+        """Whether the client reads more slowly than we write."""
+        ...
+
     def write(self, data: bytes) -> None: ...
 
     def abort_after_flush(self) -> None:
@@ -58,6 +63,11 @@ class Reply:
         self._chunked = False
         self._mute = False  # HEAD, 204, 304: a head and no body
         self._left = 0
+
+    @property
+    def paused(self) -> bool:
+        """Whether ``on_pause`` would have been called by now, had it been set."""
+        return self._wire.paused
 
     def start(self, status: int, headers: Headers, length: int | None = None) -> None:
         """Writes the head. ``length`` None: chunked (until the connection closes for HTTP/1.0).

@@ -141,12 +141,16 @@ class _Connection(asyncio.Protocol):
     def busy(self) -> bool:
         return self.task is not None or bool(self._queue)
 
+    @property
+    def paused(self) -> bool:
+        return self._write_deadline != math.inf
+
     def write(self, data: bytes) -> None:
         if self._transport is not None:
             self._transport.write(data)
 
     async def drain(self) -> None:
-        if self._write_deadline != math.inf and self._transport is not None:
+        if self.paused and self._transport is not None:
             if self._resumed is None:
                 self._resumed = self._loop.create_future()
             await asyncio.shield(self._resumed)

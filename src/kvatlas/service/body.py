@@ -1,0 +1,119 @@
+"""Request bodies in, usage figures out. Bytes are never re-made where they can be left alone.
+
+A body reaches the engine exactly as the client sent it. `splice` is the one exception, for the few
+top-level fields that the gateway itself sets: it inserts bytes, and where the client gave the field
+already it recomposes the top level alone, every other value byte for byte as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvatlas.errors import RequestError
+
+_decode = msgspec.json.Decoder().decode
+_decode_raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def parse(raw: bytes) -> dict[str, object]:
+    """The JSON object in ``raw``. Raises RequestError (400) that tells what is wrong and where."""
+    if not raw.strip():
+        raise RequestError("the request body is empty: a JSON object is expected", code="bad_json")
+    try:
+        body = _decode(raw)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the request body is no JSON: {error}", code="bad_json") from error
+    except UnicodeDecodeError as error:
+        text = f"the request body is not UTF-8: {error.reason} (byte {error.start})"
+        raise RequestError(text, code="bad_json") from error
+    except RecursionError as error:
+        text = "the request body is nested too deeply"
+        raise RequestError(text, code="bad_json") from error
+    if not isinstance(body, dict):
+        kind = type(body).__name__
+        raise RequestError(f"the request body is a JSON {kind}, not an object", code="bad_json")
+    return body
+
+
+def splice(raw: bytes, body: Mapping[str, object], fields: Mapping[str, object]) -> bytes:
+    """``raw`` with the top-level ``fields`` set. ``body`` is what `parse` made of ``raw``."""
+    if any(name in body for name in fields):
+        parts: dict[str, object] = dict(_decode_raw(raw))
+        parts.update(fields)
+        return msgspec.json.encode(parts)
+    if not body:
+        return msgspec.json.encode(fields)
+    start = raw.index(b"{") + 1
+    return b"".join((raw[:start], msgspec.json.encode(fields)[1:-1], b",", raw[start:]))
+
+
+def with_usage(options: object, raw: bytes) -> object:
+    """The stream_options of ``raw`` with include_usage set; its other members as they were."""
+    if isinstance(options, dict) and options:
+        outer = _decode_raw(raw)["stream_options"]
+        return {**_decode_raw(outer), "include_usage": True}
+    return {"include_usage": True}
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What an engine reported; -1 where it did not. ``violation`` says why it cannot be true."""
+
+    prompt_tokens: int = -1
+    completion_tokens: int = -1
+    cached_tokens: int = -1
+    violation: str = ""
+
+
+class Answer(msgspec.Struct):
+    """The two members of an engine's answer, or of one event of it, that the gateway reads."""
+
+    usage: Any = None
+    choices: Any = None
+
+    def is_usage_only(self) -> bool:
+        """The extra event of ``include_usage``: usage and an empty list of choices."""
+        return self.usage is not None and self.choices == []
+
+
+_decode_answer = msgspec.json.Decoder(Answer).decode
+
+
+def parse_answer(raw: bytes) -> Answer | None:
+    """None where ``raw`` is no JSON object."""
+    try:
+        return _decode_answer(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def usage_of(answer: Answer) -> Usage | None:
+    """Checks 0 <= cached <= prompt. None where the answer reports no usage."""
+    if answer.usage is None:
+        return None
+    if not isinstance(answer.usage, dict):
+        return Usage(violation="usage is no object")
+    usage = answer.usage
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    counts = []
+    for name, value in (
+        ("prompt_tokens", usage.get("prompt_tokens")),
+        ("completion_tokens", usage.get("completion_tokens")),
+        ("cached_tokens", cached),
+    ):
+        count = -1 if value is None else value
+        if (
+            not isinstance(count, int)
+            or isinstance(count, bool)
+            or (count < 0 and value is not None)
+        ):
+            return Usage(violation=f"{name} is {value!r}"[:200])
+        counts.append(count)
+    prompt_tokens, completion_tokens, cached_tokens = counts
+    violation = ""
+    if cached_tokens > max(prompt_tokens, 0):
+        violation = f"cached_tokens {cached_tokens} > prompt_tokens {prompt_tokens}"
+    return Usage(prompt_tokens, completion_tokens, cached_tokens, violation)

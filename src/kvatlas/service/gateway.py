@@ -1,0 +1,295 @@
+"""The gateway: OpenAI clients on one side, engines on the other, `Steer` in between.
+
+It understands as much of HTTP and of the bodies as it needs to choose an engine, to report errors
+in OpenAI's envelope and to count usage; the bytes themselves it passes on as they are.
+
+Request headers that it knows: ``x-request-id`` (echoed, else generated) and
+``x-kvatlas-cache-salt`` (takes precedence over the body's ``cache_salt`` and is written there).
+Response headers: ``x-request-id``, ``x-kvatlas-worker``, ``x-kvatlas-expected-hit-tokens`` and,
+when the route was chosen by load alone, ``x-kvatlas-fallback`` with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from urllib.parse import unquote
+
+import kvatlas
+from kvatlas.config import GatewayConfig
+from kvatlas.errors import RequestError
+from kvatlas.service import body as bodies
+from kvatlas.service.http import Headers, Limits, Request, envelope
+from kvatlas.service.http_client import HttpClient
+from kvatlas.service.http_reply import JSON, Reply
+from kvatlas.service.http_server import HttpServer
+from kvatlas.service.metrics import GatewayMetrics
+from kvatlas.service.relay import CLIENT_CLOSED, Relay
+from kvatlas.service.steer import Inbound, Steer
+
+log = logging.getLogger(__name__)
+
+#: A page of the service's own: gets what follows its path, returns text or anything JSON can hold.
+Page = Callable[[str], Awaitable[object]]
+
+#: Endpoints by name. The first two report usage; all of them take a JSON object by POST.
+_USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
+_JSON_PATHS = (*_USAGE_PATHS, "/v1/embeddings", "/v1/responses", "/v1/messages")
+
+_SALT = "x-kvatlas-cache-salt"
+_ID = re.compile(r"[!-~]{1,128}")
+_TEXT: tuple[bytes, bytes] = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+
+
+class Gateway:
+    """Serves one address. ``pages`` are further GET paths; one that ends in "/" is a prefix."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        steer: Steer,
+        *,
+        metrics: GatewayMetrics | None = None,
+        pages: Mapping[str, Page] | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self.config = config
+        self.metrics = metrics or GatewayMetrics()
+        self._steer = steer
+        self._client = HttpClient(
+            connect_timeout_s=config.connect_timeout_s,
+            idle_timeout_s=config.engine_idle_timeout_s,
+        )
+        self._server = HttpServer(
+            self._handle,
+            limits
+            or Limits(body_bytes_max=config.max_body_bytes, connections_max=config.max_connections),
+        )
+        self._pages: dict[str, Page] = {
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._metrics_page,
+            "/version": self._version,
+            **(pages or {}),
+        }
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    async def start(self) -> None:
+        """Listens. Raises OSError when the address cannot be had."""
+        await self._server.start(self.config.host, self.config.port)
+
+    async def drain(self) -> bool:
+        """Fails /ready, refuses new work, lets what runs end; False when it had to be cut off."""
+        return await self._server.drain(self.config.drain_timeout_s)
+
+    async def close(self) -> None:
+        """Ends everything at once; running requests are cancelled at their engines."""
+        await self._server.close()
+        await self._client.close()
+
+    async def _handle(self, request: Request, reply: Reply) -> None:
+        path = request.path
+        if path.startswith("/v1/"):
+            await self._answer_api(request, reply, path)
+        else:
+            await self._answer_page(request, reply, path)
+
+    # /v1/*
+
+    async def _answer_api(self, request: Request, reply: Reply, path: str) -> None:
+        started_s = time.perf_counter()
+        endpoint = path if path in _JSON_PATHS else "other"
+        request_id = _request_id(request)
+        status = CLIENT_CLOSED
+        try:
+            if request.method == "OPTIONS":
+                status = 204
+                reply.send(status, [(b"allow", b"GET, HEAD, POST, OPTIONS")])
+            elif path == "/v1/models" or path.startswith("/v1/models/"):
+                endpoint, status = "/v1/models", 200
+                reply.send_json(200, self._models(request, path))
+            else:
+                status = await self._relay(request, reply, request_id, started_s)
+        except RequestError as error:
+            status = error.status
+            _refuse(reply, error, request_id)
+        finally:
+            self.metrics.answered(endpoint, status, time.perf_counter() - started_s)
+
+    def _models(self, request: Request, path: str) -> object:
+        if request.method not in ("GET", "HEAD"):
+            raise _not_allowed(request.method, path)
+        models = self._steer.models()
+        if path == "/v1/models":
+            return {"object": "list", "data": models}
+        wanted = path.removeprefix("/v1/models/")
+        for model in models:
+            if model.get("id") == wanted:
+                return model
+        known = ", ".join(str(model.get("id")) for model in models) or "none"
+        text = f"the model {wanted!r} does not exist; models here: {known}"
+        raise RequestError(text, status=404, code="model_not_found", param="model")
+
+    async def _relay(
+        self, request: Request, reply: Reply, request_id: str, started_s: float
+    ) -> int:
+        if self._server.draining:
+            raise RequestError("the gateway is shutting down", status=503, code="shutting_down")
+        path = request.path
+        inbound = self._inbound(request, request_id, path)
+        body, withhold = _engine_body(request, inbound, path in _USAGE_PATHS)
+        route = await self._steer.choose(inbound)
+        self.metrics.routed(time.perf_counter() - started_s, route.fallback)
+        relay = Relay(
+            request,
+            reply,
+            route,
+            body=body,
+            client=self._client,
+            steer=self._steer,
+            metrics=self.metrics,
+            started_s=started_s,
+            reads_usage=path in _USAGE_PATHS,
+            withhold=withhold,
+        )
+        await relay.run()
+        return relay.status
+
+    def _inbound(self, request: Request, request_id: str, path: str) -> Inbound:
+        lower = path.lower()
+        if "/.." in lower or "%2e" in lower:
+            raise RequestError(f"{path!r} is no path of this API", status=404, code="not_found")
+        parsed: dict[str, object] = {}
+        if path in _JSON_PATHS and request.method != "POST":
+            raise _not_allowed(request.method, path)
+        if path in _JSON_PATHS or _is_json(request):
+            parsed = bodies.parse(request.body)
+        headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in request.headers}
+        return Inbound(id=request_id, path=path, body=parsed, headers=headers)
+
+    # everything else
+
+    async def _answer_page(self, request: Request, reply: Reply, path: str) -> None:
+        page, rest = self._page(path)
+        request_id = _request_id(request)
+        try:
+            if request.method == "OPTIONS" and (page is not None or path == "*"):
+                reply.send(204, [(b"allow", b"GET, HEAD, OPTIONS")])
+                return
+            if page is None:
+                text = f"there is no {path!r} here; the API is under /v1/"
+                raise RequestError(text, status=404, code="not_found")
+            if request.method not in ("GET", "HEAD"):
+                raise _not_allowed(request.method, path)
+            answer = await page(rest)
+        except RequestError as error:
+            _refuse(reply, error, request_id)
+            return
+        if isinstance(answer, _Status):
+            reply.send_json(answer.status, answer.body)
+        elif isinstance(answer, bytes | str):
+            reply.send(200, [_TEXT], answer.encode() if isinstance(answer, str) else answer)
+        else:
+            reply.send_json(200, answer)
+
+    def _page(self, path: str) -> tuple[Page | None, str]:
+        page = self._pages.get(path)
+        if page is not None:
+            return page, ""
+        for prefix, candidate in self._pages.items():
+            if prefix.endswith("/") and path.startswith(prefix):
+                return candidate, unquote(path[len(prefix) :])
+        return None, ""
+
+    async def _health(self, _: str) -> object:
+        """Always 200 while the process answers; the flags say what is degraded."""
+        return self._state()
+
+    async def _ready(self, _: str) -> object:
+        state = self._state()
+        return _Status(200 if state["ready"] else 503, state)
+
+    def _state(self) -> dict[str, object]:
+        health = self._steer.health()
+        flags = list(health.flags)
+        details = dict(health.details)
+        if self._server.draining:
+            flags.append("draining")
+        if self.metrics.violations:
+            flags.append("usage_violations")
+            details["usage_violations"] = {
+                "count": self.metrics.violations,
+                "last": self.metrics.violation_last,
+            }
+        return {
+            "status": "degraded" if flags else "ok",
+            "ready": health.ready and not self._server.draining,
+            "flags": flags,
+            "details": details,
+        }
+
+    async def _metrics_page(self, _: str) -> object:
+        return self.metrics.text()
+
+    async def _version(self, _: str) -> object:
+        return {"version": kvatlas.__version__}
+
+
+class _Status:
+    """A page's answer with a status other than 200."""
+
+    def __init__(self, status: int, body: object) -> None:
+        self.status, self.body = status, body
+
+
+def _request_id(request: Request) -> str:
+    given = request.header("x-request-id")
+    return given if _ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _is_json(request: Request) -> bool:
+    kind = request.header("content-type").lower()
+    return request.method == "POST" and kind.startswith("application/json")
+
+
+def _engine_body(request: Request, inbound: Inbound, usage_path: bool) -> tuple[bytes, bool]:
+    """What the engine gets, and whether the usage event is to be kept from the client."""
+    fields: dict[str, object] = {}
+    salt = inbound.headers.get(_SALT, "")
+    if salt and request.body:
+        if not inbound.body:
+            text = f"{_SALT} needs a JSON body to be written into"
+            raise RequestError(text, code="salt_without_json", param="cache_salt")
+        if inbound.body.get("cache_salt") != salt:
+            fields["cache_salt"] = salt
+    withhold = False
+    if usage_path and inbound.body.get("stream") is True:
+        options = inbound.body.get("stream_options")
+        asked = isinstance(options, dict) and options.get("include_usage") is True
+        if not asked and (options is None or isinstance(options, dict)):
+            fields["stream_options"] = bodies.with_usage(options, request.body)
+            withhold = True
+    if not fields:
+        return request.body, False
+    spliced = bodies.splice(request.body, inbound.body, fields)
+    if salt:
+        inbound.body["cache_salt"] = salt
+    return spliced, withhold
+
+
+def _not_allowed(method: str, path: str) -> RequestError:
+    return RequestError(f"{method} is not allowed on {path}", status=405, code="method_not_allowed")
+
+
+def _refuse(reply: Reply, error: RequestError, request_id: str) -> None:
+    headers: Headers = [JSON, (b"x-request-id", request_id.encode())]
+    if error.status == 503:
+        headers.append((b"retry-after", b"1"))
+    body = envelope(str(error), status=error.status, code=error.code, param=error.param)
+    reply.send(error.status, headers, body)
