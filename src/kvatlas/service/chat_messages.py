@@ -27,6 +27,7 @@ Reason = Literal[
     "truncated",  # truncate_prompt_tokens: depends on the engine's limits
     "suffix",  # fill in the middle: rendered by the engine
     "malformed",  # not a request that the engine would accept
+    "encode_failed",  # the tokenizer library gave up on the text
     "unknown_path",
     "endpoint_failed",
     "endpoint_busy",
@@ -41,6 +42,9 @@ class Unkeyable(KvatlasError):
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason: Reason = reason
+
+
+_UNSET = (None, "auto")  # vLLM's marks of a variable that nobody set
 
 
 def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -68,8 +72,8 @@ def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
     }
     if effort is not None and "enable_thinking" not in given:
         fields["enable_thinking"] = effort != "none"
-    unset = (None, "auto")
-    return {"documents": None} | given | {k: v for k, v in fields.items() if v not in unset}
+    chosen = given | {k: v for k, v in fields.items() if v not in _UNSET}
+    return {"documents": None} | {k: v for k, v in chosen.items() if v not in _UNSET}
 
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -83,8 +87,13 @@ def clean_message(message: object, content_format: str) -> dict[str, Any]:
     parts = [part for part in _parts(message.get("content")) if part is not None]
     if role == "system":
         parts = list(_without_billing_line(parts))
-    joined = content_format == "string" or role == "tool"
-    content = "\n".join(parts) if joined else [{"type": "text", "text": part} for part in parts]
+    content: str | list[dict[str, str]]
+    if content_format == "string":
+        content = "\n".join(part for part in parts if part)
+    elif role == "tool":
+        content = "\n".join(parts)
+    else:
+        content = [{"type": "text", "text": part} for part in parts]
     result: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
         _add_assistant_fields(message, result)
@@ -94,7 +103,9 @@ def clean_message(message: object, content_format: str) -> dict[str, Any]:
         if isinstance(message.get(key), str):
             result[key] = message[key]
     if role == "developer":
-        result["tools"] = message.get("tools")
+        if message.get("tools") is not None:
+            raise Unkeyable("engine_dialect", "tools of a developer message")
+        result["tools"] = None
     return result
 
 

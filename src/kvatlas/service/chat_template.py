@@ -63,6 +63,11 @@ class ChatTemplate:
         refusal = _not_by_template(model_dir)
         return cls({} if refusal else _find_templates(model_dir, config), tokens, refusal)
 
+    @property
+    def usable(self) -> bool:
+        """Whether chats without tools can be rendered at all."""
+        return bool(self._templates.keys() & {"processor", "default"})
+
     def render(self, body: Mapping[str, Any], dialect: Dialect = "vllm") -> str:
         """The prompt text of a /v1/chat/completions body. Raises `Unkeyable`."""
         messages = body.get("messages")

@@ -35,8 +35,10 @@ class Backend(Protocol):
 
     name: str
 
-    def encode(self, text: str, add_special_tokens: bool) -> bytes:
-        """Token ids, uint32 little endian. Raises ValueError for text that is not Unicode."""
+    def encode(self, text: str, add_special_tokens: bool) -> bytes: ...
+
+    def quick(self, text: str) -> bool:
+        """Whether `encode` takes about a millisecond at most: no need of another thread."""
         ...
 
 
@@ -75,6 +77,10 @@ class Encoder:
         """Token ids, uint32 little endian. Raises ValueError for text that is not Unicode."""
         return self._backend.encode(text, add_special_tokens)
 
+    def quick(self, text: str) -> bool:
+        """Whether `encode` takes about a millisecond at most: no need of another thread."""
+        return self._backend.quick(text)
+
 
 class _Fastokens:
     """Reuses segments between added tokens by itself, within its own byte budget."""
@@ -90,6 +96,9 @@ class _Fastokens:
     def encode(self, text: str, add_special_tokens: bool) -> bytes:
         ids, _ = self._tokenizer.encode_batch_flat([text], add_special_tokens=add_special_tokens)
         return bytes(ids)
+
+    def quick(self, text: str) -> bool:
+        return len(text) <= 1 << 17  # measured: 300 to 600 characters per µs, 28 at the very worst
 
 
 def _try_fastokens(
@@ -111,6 +120,9 @@ def _try_fastokens(
             if not same:
                 return None, f"fastokens differs from tokenizers on {text[:40]!r}"
     return fast, ""
+
+
+_SLOW_QUICK_CHARS = 2500  # measured: 1 to 3 characters per µs
 
 
 class _Tokenizers:
@@ -138,6 +150,14 @@ class _Tokenizers:
             return _ids(self._tokenizer, text, add_special_tokens)
         ids = b"".join(self._piece(piece) for piece in self._cut.split(text) if piece)
         return self._prefix + ids + self._suffix if add_special_tokens else ids
+
+    def quick(self, text: str) -> bool:
+        if self._cut is None or len(text) <= _SLOW_QUICK_CHARS:
+            return len(text) <= _SLOW_QUICK_CHARS
+        pieces = self._cut.split(text)
+        with self._lock:
+            fresh = sum(len(piece) for piece in pieces if piece not in self._kept)
+        return fresh <= _SLOW_QUICK_CHARS
 
     def _piece(self, piece: str) -> bytes:
         with self._lock:
