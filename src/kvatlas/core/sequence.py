@@ -73,7 +73,7 @@ class Counters(msgspec.Struct):
     replays_failed: int = 0
     resets: int = 0
     restarts: int = 0
-    orphans_ignored: int = 0
+    orphans_put_off: int = 0  # a rebuild is under way, or was not long ago
 
 
 class _Running(msgspec.Struct):
@@ -105,6 +105,7 @@ class Sequencer:
         self._running: _Running | None = None
         self._tokens = 0
         self._no_replay_until = 0.0
+        self._rebuild_due: float | None = None
         self._orphan_next = 0.0
         self._orphan_wait = limits.orphan_replay_s
 
@@ -202,14 +203,12 @@ class Sequencer:
 
     def orphaned(self, now: float) -> list[Effect]:
         """The directory met a parent that it does not know: history is missing."""
-        if not self._can_replay or self._running is not None:
+        if not self._can_replay:
             return []
-        if now < max(self._orphan_next, self._no_replay_until):
-            self.counters.orphans_ignored += 1
-            return []
-        self._orphan_next = now + self._orphan_wait
-        self._orphan_wait = min(2 * self._orphan_wait, self._limits.orphan_replay_max_s)
-        return self._request(now, rebuild=True)
+        self._rebuild_due = max(now, self._orphan_next, self._no_replay_until)
+        if self._rebuild_due > now or self._running is not None:
+            self.counters.orphans_put_off += 1
+        return self.tick(now)
 
     def restarted(self, reason: str, now: float) -> list[Effect]:
         """Somebody else noticed that the engine started anew, or dropped its cache silently."""
@@ -218,7 +217,14 @@ class Sequencer:
     def tick(self, now: float) -> list[Effect]:
         """Time passed. Call it at `next_deadline`; earlier or later calls do no harm."""
         running = self._running
-        if running is None or now < running.deadline:
+        if running is None:
+            if self._rebuild_due is None or now < self._rebuild_due:
+                return []
+            self._rebuild_due = None
+            self._orphan_next = now + self._orphan_wait
+            self._orphan_wait = min(2 * self._orphan_wait, self._limits.orphan_replay_max_s)
+            return self._request(now, rebuild=True)
+        if now < running.deadline:
             return []
         if not running.sent:
             return self._request(now, attempt=running.attempt, rebuild=running.rebuild)
@@ -226,7 +232,7 @@ class Sequencer:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, or None."""
-        return self._running.deadline if self._running else None
+        return self._running.deadline if self._running else self._rebuild_due
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -269,6 +275,7 @@ class Sequencer:
         self._next = None
         self._newest = None
         self._last_ts = -math.inf
+        self._rebuild_due = None
         self._orphan_next, self._orphan_wait = 0.0, self._limits.orphan_replay_s
         if batch is not None:
             self._newest = (batch.seq, batch.ts)

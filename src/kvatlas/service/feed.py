@@ -1,0 +1,419 @@
+"""The engine feed: KV events of unmodified engines, over ZMQ, into the directory.
+
+One `SUB` socket per publisher, one short-lived `DEALER` per replay. The sockets are read from the
+event loop itself, through their file descriptors, in slices of a few milliseconds: no thread, no
+task per message, and a long replay or a large batch never holds up a request. What may be applied
+is decided by `core.sequence`; what bytes mean by `service.wire`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import struct
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from kvatlas.core import sequence
+from kvatlas.core.claims import Applied
+from kvatlas.core.events import BlockStored, Event
+from kvatlas.core.records import Publisher
+from kvatlas.core.sequence import Apply, Effect, Replay, Reset, Sequencer
+from kvatlas.service import wire
+
+log = logging.getLogger(__name__)
+
+SLICE_S = 0.002
+_MESSAGES_PER_TURN = 16
+_TOKEN_BYTES_PER_APPLY = 4 * 8192
+_LIVE_QUEUE_MAX = 10_000  # messages; beyond it ZMQ drops, which shows as a gap
+_REPLAY_QUEUE_MAX = 100_000  # an engine sends its whole buffer at once
+_REOPEN_S = 5.0
+_END = b"\xff" * 8
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where one publisher's events are. ``replay`` "" means it cannot be asked again.
+
+    ``bind`` True: the engine connects to us at ``endpoint``; False: we connect to it. None: bind
+    if that address is ours and free, else connect (a vLLM engine connects to every concrete TCP
+    address in its configuration, but reports one that it bound by itself in the same way).
+    """
+
+    endpoint: str
+    replay: str = ""
+    bind: bool | None = False
+    topic: str = ""
+
+
+class Claims(Protocol):
+    """Where events go: `core.directory.Directory`."""
+
+    def apply(self, publisher: Publisher, events: Iterable[Event]) -> Applied: ...
+
+    def reset(self, publisher: Publisher) -> None: ...
+
+
+class FeedStatus(msgspec.Struct):
+    """One publisher's stream, as plain numbers. Live: read it, do not keep it."""
+
+    publisher: Publisher
+    source: Source
+    connected: bool = False
+    bound: bool = False
+    error: str = ""  # why there is no stream at all, "" otherwise
+    messages: int = 0
+    events: int = 0
+    malformed: int = 0  # events that could not be decoded, and messages of a wrong shape
+    unknown: int = 0
+    epoch: int = 0
+    replaying: bool = False
+    last_event_s: float = -1.0  # on the event loop's clock
+    applied: Applied = msgspec.field(default_factory=Applied)
+    stream: sequence.Counters = msgspec.field(default_factory=sequence.Counters)
+    reasons: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class Feed:
+    """All publishers' streams. Lives on one event loop; `close` it."""
+
+    def __init__(
+        self,
+        claims: Claims,
+        *,
+        limits: sequence.Limits = sequence.LIMITS,
+        slice_s: float = SLICE_S,
+    ) -> None:
+        self._claims = claims
+        self._limits = limits
+        self._slice_s = slice_s
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        self._streams: dict[Publisher, _Stream] = {}
+        self._ready: deque[_Stream] = deque()
+        self._pumping = False
+
+    def add(self, publisher: Publisher, source: Source) -> None:
+        """Follow a publisher. The same source again changes nothing, another one replaces it:
+        that is a new life of the publisher, and its claims go."""
+        stream = self._streams.get(publisher)
+        if stream is not None:
+            if stream.status.source == source:
+                return
+            self.remove(publisher)
+            self._claims.reset(publisher)
+        taken = [s.status.source for s in self._streams.values() if s.status.bound]
+        self._streams[publisher] = _Stream(self, publisher, source, self._limits)
+        if any(other.endpoint == source.endpoint for other in taken):
+            self._streams[publisher].status.error = (
+                f"{source.endpoint}: another publisher already sends to it; "
+                "give each engine and rank an event port of its own"
+            )
+            return
+        self._streams[publisher].open()
+
+    def remove(self, publisher: Publisher) -> None:
+        """Stop following it. Its claims stay until the directory is told otherwise."""
+        stream = self._streams.pop(publisher, None)
+        if stream is not None:
+            stream.close()
+
+    def restarted(self, publisher: Publisher, reason: str) -> None:
+        """The engine is known to have dropped its cache (restart, sleep): its claims go now."""
+        stream = self._streams.get(publisher)
+        if stream is not None:
+            stream.restarted(reason)
+        else:
+            self._claims.reset(publisher)
+
+    def status(self) -> list[FeedStatus]:
+        """One record per publisher, sorted by publisher."""
+        return [self._streams[p].report() for p in sorted(self._streams)]
+
+    def idle(self, publisher: Publisher) -> bool:
+        """Connected, no replay under way and nothing left to apply."""
+        stream = self._streams.get(publisher)
+        return stream is not None and stream.idle
+
+    async def close(self) -> None:
+        """Closes every socket."""
+        for publisher in list(self._streams):
+            self.remove(publisher)
+        self._ready.clear()
+        self._context.destroy(linger=0)
+
+    # -- slices ---------------------------------------------------------------------------------
+
+    def _wake(self, stream: _Stream) -> None:
+        if not stream.queued:
+            stream.queued = True
+            self._ready.append(stream)
+        if not self._pumping:
+            self._pumping = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Turns for whoever has something, until the slice is used up."""
+        until = self._loop.time() + self._slice_s
+        while self._ready:
+            stream = self._ready.popleft()
+            stream.queued = False
+            if stream.turn():
+                stream.queued = True
+                self._ready.append(stream)
+            if self._loop.time() >= until:
+                break
+        if self._ready:
+            self._loop.call_soon(self._pump)
+        else:
+            self._pumping = False
+
+
+class _Stream:
+    """One publisher: its sockets, its decoder, its place in the sequence."""
+
+    def __init__(
+        self, feed: Feed, publisher: Publisher, source: Source, limits: sequence.Limits
+    ) -> None:
+        self._feed = feed
+        self._loop = feed._loop
+        self._publisher = publisher
+        self._decoder = wire.Decoder()
+        self._sequencer = Sequencer(can_replay=bool(source.replay), limits=limits)
+        self._backlog: deque[Event] = deque()
+        self._sub: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._token = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at: float | None = None
+        self._reopen: asyncio.TimerHandle | None = None
+        self.queued = False
+        self.closed = False
+        self.status = FeedStatus(publisher, source)
+
+    # -- sockets --------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Open the sockets; when that fails it is said in the status and tried again."""
+        source = self.status.source
+        sub = self._feed._context.socket(zmq.SUB)
+        monitor = sub.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        try:
+            _tune(sub, _LIVE_QUEUE_MAX)
+            sub.set(zmq.RECONNECT_IVL, 200)
+            sub.set(zmq.RECONNECT_IVL_MAX, 2000)
+            sub.subscribe(source.topic.encode())
+            monitor = sub.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+            self.status.bound = _attach(sub, source)
+        except (zmq.ZMQError, ValueError) as error:
+            sub.disable_monitor()
+            monitor.close(0)
+            sub.close(0)
+            self.status.error = f"{source.endpoint}: {error}"
+            log.warning("%s: no KV events: %s", self._publisher, self.status.error)
+            self._reopen = self._loop.call_later(_REOPEN_S, self.open)
+            return
+        self.status.error = ""
+        self._sub, self._monitor = sub, monitor
+        for socket in (monitor, sub):
+            self._loop.add_reader(int(socket.get(zmq.FD)), self._feed._wake, self)
+        self._feed._wake(self)
+
+    def close(self) -> None:
+        self.closed = True
+        self.status.connected = False
+        self._backlog.clear()
+        for handle in (self._timer, self._reopen):
+            if handle is not None:
+                handle.cancel()
+        self._close_dealer()
+        if self._sub is not None and self._monitor is not None:
+            self._loop.remove_reader(int(self._sub.get(zmq.FD)))
+            self._loop.remove_reader(int(self._monitor.get(zmq.FD)))
+            self._sub.disable_monitor()
+            self._monitor.close(0)
+            self._sub.close(0)
+            self._sub = self._monitor = None
+
+    def _open_dealer(self, replay: Replay) -> None:
+        self._close_dealer()
+        dealer = self._feed._context.socket(zmq.DEALER)
+        self._token = replay.token
+        try:
+            _tune(dealer, _REPLAY_QUEUE_MAX)
+            dealer.connect(self.status.source.replay)
+            dealer.send_multipart([b"", struct.pack(">Q", replay.from_seq)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            dealer.close(0)
+            log.warning("%s: no replay: %s", self._publisher, error)
+            self._perform(self._sequencer.replay_failed(replay.token, self._loop.time()))
+            return
+        self._dealer = dealer
+        self._loop.add_reader(int(dealer.get(zmq.FD)), self._feed._wake, self)
+        self._feed._wake(self)
+
+    def _close_dealer(self) -> None:
+        if self._dealer is not None:
+            self._loop.remove_reader(int(self._dealer.get(zmq.FD)))
+            self._dealer.close(0)
+            self._dealer = None
+
+    # -- one turn -------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Do a little of what waits; returns whether more does."""
+        if self.closed or self._sub is None or self._monitor is None:
+            return False
+        if self._backlog:
+            self._apply()
+            return True
+        while (frames := _receive(self._monitor)) is not None:
+            self._on_monitor(frames)
+        more = False
+        for _ in range(_MESSAGES_PER_TURN):
+            frames = _receive(self._dealer) if self._dealer is not None else None
+            if frames is not None:
+                self._on_replay(frames)
+            else:
+                frames = _receive(self._sub)
+                if frames is None:
+                    break
+                self._on_live(frames)
+            if self._backlog or self.closed:
+                return not self.closed
+        else:
+            more = True
+        # A ZMQ descriptor only tells of changes: look once more before waiting for the next.
+        for socket in (self._monitor, self._sub, self._dealer):
+            if socket is not None and int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
+                more = True
+        return more
+
+    def _on_monitor(self, frames: list[bytes]) -> None:
+        event = zmq.Event(struct.unpack("=H", frames[0][:2])[0])
+        self.status.connected = event is zmq.Event.HANDSHAKE_SUCCEEDED
+        if self.status.connected:
+            self._perform(self._sequencer.connected(self._loop.time()))
+
+    def _on_live(self, frames: list[bytes]) -> None:
+        self.status.messages += 1
+        if len(frames) < 2 or len(frames[-2]) != 8:
+            self.status.malformed += 1
+            return
+        seq = int.from_bytes(frames[-2], "big")
+        batch = self._decoder.decode(seq, frames[-1])
+        self.status.last_event_s = now = self._loop.time()
+        self.status.malformed += batch.malformed
+        self.status.unknown += batch.unknown
+        self._perform(self._sequencer.offer(batch, now))
+
+    def _on_replay(self, frames: list[bytes]) -> None:
+        now = self._loop.time()
+        if len(frames) < 2 or len(frames[-2]) != 8:
+            self.status.malformed += 1
+            return
+        if frames[-2] == _END:
+            self._close_dealer()
+            self._perform(self._sequencer.replay_done(self._token, now))
+            return
+        batch = self._decoder.decode(int.from_bytes(frames[-2], "big"), frames[-1])
+        self._perform(self._sequencer.replayed(self._token, batch, now))
+
+    # -- effects --------------------------------------------------------------------------------
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Apply):
+                self._backlog.extend(effect.batch.events)
+            elif isinstance(effect, Reset):
+                log.warning("%s: its claims go: %s", self._publisher, effect.reason)
+                self._backlog.clear()
+                self._feed._claims.reset(self._publisher)
+            else:
+                self._open_dealer(effect)
+        if self._backlog:
+            self._feed._wake(self)
+        self._arm()
+
+    def _apply(self) -> None:
+        """Hand over events up to a bounded amount of hashing."""
+        chunk: list[Event] = []
+        budget = _TOKEN_BYTES_PER_APPLY
+        while self._backlog and budget > 0:
+            event = self._backlog.popleft()
+            budget -= 64 + (len(event.tokens) if isinstance(event, BlockStored) else 0)
+            chunk.append(event)
+        applied = self._feed._claims.apply(self._publisher, chunk)
+        self.status.events += len(chunk)
+        self.status.applied.add(applied)
+        if applied.orphans:
+            self._perform(self._sequencer.orphaned(self._loop.time()))
+
+    def restarted(self, reason: str) -> None:
+        self._perform(self._sequencer.restarted(reason, self._loop.time()))
+
+    def _arm(self) -> None:
+        deadline = self._sequencer.next_deadline()
+        if deadline == self._timer_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_at = deadline
+        if deadline is not None and not self.closed:
+            self._timer = self._loop.call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = self._timer_at = None
+        self._perform(self._sequencer.tick(self._loop.time()))
+        self._feed._wake(self)
+
+    # -- reports --------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return self.status.connected and not self._backlog and not self._sequencer.replaying
+
+    def report(self) -> FeedStatus:
+        status = self.status
+        status.epoch = self._sequencer.epoch
+        status.replaying = self._sequencer.replaying
+        status.stream = self._sequencer.counters
+        status.reasons = self._decoder.reasons
+        return status
+
+
+def _tune(socket: zmq.Socket[bytes], queue_max: int) -> None:
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.RCVHWM, queue_max)
+    socket.set(zmq.MAXMSGSIZE, wire.PAYLOAD_BYTES_MAX)
+    socket.set(zmq.IPV6, 1)
+    socket.set(zmq.HEARTBEAT_IVL, 5_000)  # a host that vanished says no goodbye
+    socket.set(zmq.HEARTBEAT_TIMEOUT, 15_000)
+
+
+def _attach(sub: zmq.Socket[bytes], source: Source) -> bool:
+    """Bind or connect; returns True when bound. Raises ZMQError."""
+    if source.bind is not False:
+        try:
+            sub.bind(source.endpoint)
+            return True
+        except zmq.ZMQError as error:
+            if source.bind or error.errno not in (zmq.EADDRINUSE, zmq.EADDRNOTAVAIL, errno.ENODEV):
+                raise
+    sub.connect(source.endpoint)
+    return False
+
+
+def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    with contextlib.suppress(zmq.Again):
+        return socket.recv_multipart(zmq.NOBLOCK)
+    return None
