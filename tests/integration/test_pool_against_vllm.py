@@ -31,8 +31,8 @@ def layout(grid: int, *groups: Group) -> Layout:
 
 SWA = layout(
     32,
-    Group("full", "full_attention", 32),
     Group("swa", "sliding_window", 32, 100, copies=2),
+    Group("full", "full_attention", 32),
 )
 V4 = layout(
     256,

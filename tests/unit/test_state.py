@@ -9,7 +9,15 @@ import pytest
 
 from kvatlas.core.layout import Group, Layout
 from kvatlas.workload.engine import Engine, EngineSpec
-from kvatlas.workload.protocol import Admitted, Arrive, BlockRef, Computed, Effect, Produced
+from kvatlas.workload.protocol import (
+    Abort,
+    Admitted,
+    Arrive,
+    BlockRef,
+    Computed,
+    Effect,
+    Produced,
+)
 from kvatlas.workload.state import Memory
 
 V4 = Layout(
@@ -162,6 +170,34 @@ def test_a_request_that_hits_blocks_of_the_same_step_reads_them_after_they_are_w
     assert cached == {"a": 0, "b": 768}
     tokens = {n: [e.token for e in effects if isinstance(e, Produced) and e.id == n] for n in "ab"}
     assert tokens["a"] == tokens["b"]
+
+
+def test_a_preemption_does_not_change_the_answer() -> None:
+    answers = []
+    for blocks in (20_000, 70):
+        machine, _ = engine(WIDE, msgspec.structs.replace(SPEC, blocks=blocks))
+        for n in range(4):
+            machine.handle(Arrive(str(n), ids(300, seed=n), 300), 0.0)
+        effects: list[Effect] = []
+        while machine.next_deadline() is not None:
+            effects += machine.tick(0.0)
+        tokens = [
+            [e.token for e in effects if isinstance(e, Produced) and e.id == str(n)]
+            for n in range(4)
+        ]
+        answers.append((tokens, machine.preemptions > 0))
+    assert answers == [(answers[0][0], False), (answers[0][0], True)]
+
+
+def test_blocks_of_a_request_aborted_in_mid_step_hold_the_right_bytes() -> None:
+    cold = answer(run(engine()[0], "cold", ids(600)))
+    machine, _ = engine()
+    machine.handle(Arrive("gone", ids(600), 3), 0.0)
+    machine.tick(0.0)
+    machine.handle(Abort("gone"), 0.0)
+    warm = run(machine, "warm", ids(600))
+    assert admitted(warm).cached_tokens == 512
+    assert answer(warm) == cold
 
 
 def test_memory_is_bounded_by_blocks_and_running_requests() -> None:

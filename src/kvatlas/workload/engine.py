@@ -192,6 +192,7 @@ class Engine:
     ) -> None:
         self.layout = layout
         self.spec = spec
+        self._time = StepTime(spec, layout)
         self.pool = Pool(
             layout,
             spec.blocks,
@@ -199,7 +200,6 @@ class Engine:
             step_tokens=spec.step_tokens,
             publish=publish,
         )
-        self._time = StepTime(spec, layout)
         self._model: Model = CountingModel() if model is None else model
         self._requests: dict[str, _Request] = {}
         self._running: list[_Request] = []

@@ -48,12 +48,13 @@ class Holding:
 
     __slots__ = (
         *("adapter", "cached", "first", "fresh", "held", "junction", "keys", "prompt"),
-        *("quiet_from", "room", "root", "salt", "step", "subkeys", "tokens", "total"),
+        *("quiet_from", "room", "root", "salt", "size", "step", "subkeys", "tokens", "total"),
     )
 
     def __init__(self, slots: int, tokens: bytes, step: int, salt: str, adapter: str) -> None:
         self.tokens = bytearray(tokens)
         self.prompt = len(tokens) // TOKEN_BYTES
+        self.size = self.prompt  # tokens known so far: the prompt and what was produced
         self.step = step
         self.salt = salt
         self.adapter = adapter
@@ -70,14 +71,10 @@ class Holding:
         self.room = 0  # tokens that fit without another block
         self.quiet_from = 0  # computed tokens at which the next block leaves a window
 
-    @property
-    def size(self) -> int:
-        """Tokens known so far: the prompt and what was produced."""
-        return len(self.tokens) // TOKEN_BYTES
-
     def append(self, token: int) -> None:
         """One produced token id (uint32)."""
         self.tokens += token.to_bytes(TOKEN_BYTES, "little")
+        self.size += 1
 
     def take_fresh(self) -> tuple[BlockRef, ...]:
         """Blocks that became findable since the last call, in the order of caching."""

@@ -38,6 +38,9 @@ def pool_blocks(layout: Layout, memory_bytes: int) -> int:
     return memory_bytes // max(strides)
 
 
+_FAR = 1 << 62  # beyond any token position
+
+
 class Pool:
     """One pool of ``blocks`` usable blocks (vLLM's ``num_gpu_blocks`` less its null block).
 
@@ -84,6 +87,8 @@ class Pool:
             else -(-(s.window_tokens - 1 + step_tokens) // s.block_tokens) + 1
             for s in self.slots
         ]
+        # Per slot: index, block size, window (0: a chain, whose blocks are never let go).
+        self._geometry = [(s.index, s.block_tokens, s.window_tokens) for s in self.slots]
         self._spare = list(range(blocks - 1, -1, -1))  # ids of blocks without a key
         self._plain = 0  # blocks without a key that are in use
         self._idle: OrderedDict[int, None] = OrderedDict()  # keyed, unused, oldest first
@@ -170,34 +175,29 @@ class Pool:
         False when the pool has no room: nothing was allocated then. Full blocks on the grid
         become findable at once, before they are computed, as in vLLM.
         """
-        if (
-            upto <= holding.room
-            and computed < holding.quiet_from
-            and upto < holding.cached + self.grid
-        ):
+        grid_due = upto >= holding.cached + self.grid
+        if upto <= holding.room and computed < holding.quiet_from and not grid_due:
             return True
-        for slot in self.slots:
-            if not slot.chain:
-                self._slide(slot, holding, computed)
-        total = holding.total
-        wanted = [max(0, -(-upto // s.block_tokens) - total[s.index]) for s in self.slots]
-        need = sum(wanted)
+        total, first = holding.total, holding.first
+        need = 0
+        for i, size, window in self._geometry:
+            if window and (gone := (computed - window + 1) // size) > first[i]:
+                self._slide(i, holding, min(gone, total[i]))
+            missing = -(-upto // size) - total[i]
+            if missing > 0:
+                need += missing
         if need > self.free:
             return False
-        if need:
-            self._allocate(need)
-            for i, n in enumerate(wanted):
-                total[i] += n
-        self._cache(holding, upto)
-        holding.room = min(total[s.index] * s.block_tokens for s in self.slots)
-        holding.quiet_from = min(
-            (
-                (holding.first[s.index] + 1) * s.block_tokens + s.window_tokens - 1
-                for s in self.slots
-                if not s.chain
-            ),
-            default=1 << 62,
-        )
+        self._allocate(need)
+        room = quiet = _FAR
+        for i, size, window in self._geometry:
+            total[i] = max(total[i], -(-upto // size))
+            room = min(room, total[i] * size)
+            if window:
+                quiet = min(quiet, (first[i] + 1) * size + window - 1)
+        holding.room, holding.quiet_from = room, quiet
+        if grid_due:
+            self._cache(holding, upto)
         return True
 
     def release(self, holding: Holding) -> None:
@@ -298,29 +298,24 @@ class Pool:
         if not self._refs[block]:
             self._idle[block] = None
 
-    def _slide(self, slot: Slot, holding: Holding, computed: int) -> None:
-        """Free the blocks of a windowed group that no later token attends to."""
-        i = slot.index
-        first = max(0, computed - slot.window_tokens + 1) // slot.block_tokens
-        first = min(first, holding.total[i])
-        gone = first - holding.first[i]
+    def _slide(self, slot: int, holding: Holding, first: int) -> None:
+        """Free the blocks of a windowed group before ``first``: no later token attends to them."""
+        gone = first - holding.first[slot]
         if gone <= 0:
             return
-        held = holding.held[i]
-        keyed = sum(1 for index, _ in held if index < first)
+        holding.first[slot] = first
+        held = holding.held[slot]
+        keyed = sum(1 for index, _ in held if index < first) if held else 0
         for _, block in reversed(held[:keyed]):
             self._let_go(block)
         del held[:keyed]
         self._plain -= gone - keyed
-        holding.first[i] = first
 
     # Caching -----------------------------------------------------------------------------------
 
     def _cache(self, holding: Holding, upto: int) -> None:
         """Make the full blocks up to the last grid position findable, and announce them."""
         start, end = holding.cached, upto // self.grid * self.grid
-        if end <= start:
-            return
         holding.cached = end
         for slot in self.slots:
             size = slot.block_tokens
