@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections import Counter
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from kvatlas.errors import ConfigError
+
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Rate = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400.0)]
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where clients connect, and the limits that protect everybody else."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
-    max_body_bytes: int = 64 << 20  # a million tokens as JSON numbers are 7 MB; images are larger
-    max_connections: int = 4096
-    connect_timeout_s: float = 2.0
+    port: Port = 8000
+    # A million tokens as JSON numbers are 7 MB; images are larger.
+    max_body_bytes: Positive = 64 << 20
+    max_connections: Positive = 4096
+    connect_timeout_s: Seconds = 2.0
     # Silence from an engine for this long ends a request: above any real prefill queue.
-    engine_idle_timeout_s: float = 600.0
-    drain_timeout_s: float = 30.0
+    engine_idle_timeout_s: Seconds = 600.0
+    drain_timeout_s: Seconds = 30.0
 
 
 class KeysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,16 +43,16 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``policy``: price (kvatlas), round_robin and least_load (the baselines)."""
 
     policy: Literal["price", "round_robin", "least_load"] = "price"
-    prefill_tokens_per_s: float = 8000.0  # only until the first requests were measured
+    prefill_tokens_per_s: Rate = 8000.0  # only until the first requests were measured
     decision_log: str = ""  # JSONL path; "" keeps the last decisions in memory only
-    explain_max: int = 4096
+    explain_max: Positive = 4096
 
 
 class DirectoryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of the directory; beyond them the oldest claims go first."""
+    """Caps in block-holders; beyond them new claims are refused and counted, none is dropped."""
 
-    blocks_max: int = 20_000_000
-    blocks_per_publisher_max: int = 2_000_000
+    blocks_max: Positive = 20_000_000
+    blocks_per_publisher_max: Positive = 2_000_000
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,9 +61,9 @@ class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     path: str = ""
     chat_template: str = ""
-    verify_every: int = 500
-    cache_bytes: int = 256 << 20
-    engine_timeout_s: float = 1.0
+    verify_every: Count = 500
+    cache_bytes: Count = 256 << 20
+    engine_timeout_s: Seconds = 1.0
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,7 +72,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``layout`` is "auto", a Hugging Face config.json, or a plain block size as text ("32").
     """
 
-    name: str
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     url: str
     engine: Literal["vllm", "sglang", "stub"] = "vllm"
     events: str = "auto"
@@ -84,6 +93,17 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer: TokenizerConfig = TokenizerConfig()
 
 
+_TABLES: dict[str, type[msgspec.Struct]] = {
+    "": Config,
+    "worker": WorkerConfig,
+    "gateway": GatewayConfig,
+    "keys": KeysConfig,
+    "router": RouterConfig,
+    "directory": DirectoryConfig,
+    "tokenizer": TokenizerConfig,
+}
+
+
 def load(path: Path) -> Config:
     """Raises ConfigError that names the file, the line and what is wrong with it."""
     try:
@@ -93,37 +113,69 @@ def load(path: Path) -> Config:
     try:
         config = msgspec.toml.decode(text, type=Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}:{_line_at_fault(text, str(error))}: {error}") from error
+        line, message = _explain(text, str(error))
+        raise ConfigError(f"{path}:{line}: {message}") from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        told = re.search(r"at line (\d+)", str(error))
+        line = int(told[1]) if told else text.count("\n") + 1
+        raise ConfigError(f"{path}:{line}: not valid TOML: {error}") from error
     _check(path, text, config)
     return config
 
 
 def _check(path: Path, text: str, config: Config) -> None:
+    """What types alone cannot say."""
     if not config.worker:
-        raise ConfigError(f"{path}: no [[worker]]: name at least one engine")
-    names = [worker.name for worker in config.worker]
-    for name in names:
-        if names.count(name) > 1:
-            line = _line_of(text, re.escape(name))
-            raise ConfigError(f"{path}:{line}: two workers are named {name!r}: names must differ")
-    for worker in config.worker:
-        if not re.match(r"https?://[^/\s]+", worker.url):
-            line = _line_of(text, re.escape(worker.url))
-            raise ConfigError(f"{path}:{line}: worker {worker.name!r}: {worker.url!r} is no URL")
+        line = _line_of(text, "worker")
+        raise ConfigError(f"{path}:{line}: no [[worker]]: name at least one engine")
+    seen: set[str] = set()
+    for index, worker in enumerate(config.worker):
+        if worker.name in seen:
+            line = _line_of(text, f"worker[{index}].name")
+            raise ConfigError(
+                f"{path}:{line}: two workers are named {worker.name!r}: names must differ"
+            )
+        seen.add(worker.name)
+        if not re.fullmatch(r"http://[^/\s]+(/\S*)?", worker.url):
+            line = _line_of(text, f"worker[{index}].url")
+            raise ConfigError(
+                f"{path}:{line}: worker {worker.name!r}: {worker.url!r} is not of the form "
+                "http://host:port"
+            )
 
 
-def _line_of(text: str, pattern: str) -> int:
-    found = re.search(pattern, text)
-    return text.count("\n", 0, found.start()) + 1 if found else 1
+def _explain(text: str, message: str) -> tuple[int, str]:
+    """The line that a msgspec message speaks of, and the message in the file's own words."""
+    found = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", message, re.DOTALL)
+    fault, place = (found[1], found[2] or "") if found else (message, "")
+    unknown = re.search(r"unknown field `(.+)`", fault)
+    if not unknown:
+        return _line_of(text, place), f"{place}: {fault}" if place else fault
+    key = unknown[1]
+    fault = f"unknown key {f'{place}.{key}' if place else key!r}"
+    known = _TABLES[place.partition("[")[0]].__struct_fields__
+    near = difflib.get_close_matches(key, known, 1)
+    advice = f"did you mean {near[0]!r}?" if near else f"there is: {', '.join(known)}"
+    return _line_of(text, f"{place}.{key}".lstrip(".")), f"{fault}: {advice}"
 
 
-def _line_at_fault(text: str, message: str) -> int:
-    """The line that a msgspec message speaks of: the unknown key, or the last key of its path."""
-    unknown = re.search(r"unknown field `(\w+)`", message)
-    if unknown:
-        return _line_of(text, rf"(?m)^\s*{unknown[1]}\s*=|^\s*\[+{unknown[1]}")
-    path = re.search(r"`\$((?:\.\w+|\[\S*?\])+)`", message)
-    keys = re.findall(r"\.(\w+)", path[1]) if path else []
-    return _line_of(text, rf"(?m)^\s*\[*{keys[-1]}\b") if keys else 1
+def _line_of(text: str, place: str) -> int:
+    """The line of ``worker[1].url`` and the like, or of the nearest table around it; else 1."""
+    lines: dict[str, int] = {}
+    arrays: Counter[str] = Counter()
+    table = ""
+    for number, line in enumerate(text.split("\n"), 1):
+        header = re.match(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]", line)
+        key = re.match(r"""\s*["']?([\w.-]+)["']?\s*=""", line)
+        if header:
+            table = header[2]
+            lines.setdefault(table, number)
+            if header[1] == "[[":
+                arrays[table] += 1
+                table = f"{table}[{arrays[table] - 1}]"
+                lines[table] = number
+        elif key:
+            lines.setdefault(f"{table}.{key[1]}".lstrip("."), number)
+    while place and place not in lines:
+        place = place[: max(place.rfind("."), place.rfind("["), 0)]
+    return lines.get(place, 1)
