@@ -65,13 +65,14 @@ class Machine(RuleBasedStateMachine):
 
     # -- the engine and the network -------------------------------------------------------------
 
-    @rule()
-    def publish(self) -> None:
-        self.wire.append(self.engine.publish())
+    @rule(count=st.integers(1, 5))
+    def publish(self, count: int) -> None:
+        self.wire += [self.engine.publish() for _ in range(count)]
 
-    @rule()
-    def publish_lost(self) -> None:
-        self.engine.publish()
+    @rule(count=st.integers(1, 5))
+    def publish_lost(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.publish()
 
     @precondition(lambda self: self.wire)
     @rule(data=st.data(), keep=st.booleans())
@@ -106,7 +107,7 @@ class Machine(RuleBasedStateMachine):
         asked = self.asked
         assert asked is not None
         batches = self.engine.replay(asked.from_seq)
-        lost = data.draw(st.sets(st.integers(1, 12), max_size=3))
+        lost = data.draw(st.sets(st.integers(1, 4), max_size=2))
         for index, batch in enumerate(batches):
             if index not in lost:
                 self.perform(self.sequencer.replayed(asked.token, batch, self.now))
@@ -193,5 +194,5 @@ class Machine(RuleBasedStateMachine):
         assert len(self.sequencer._waiting) <= LIMITS.waiting_batches_max
 
 
-Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestSequenceMachine = Machine.TestCase
