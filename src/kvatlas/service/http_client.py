@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -47,8 +48,12 @@ class SilenceError(ResponseError):
 
 
 class Sink(Protocol):
-    """Hears one response. Calls come in this order: head once, data any number, then the
-    exchange's coroutine returns (complete) or raises (broken)."""
+    """Hears one response: head once, then data any number of times.
+
+    Called while the bytes are being read; `HttpClient.exchange` returns or raises a little later,
+    and ``lease.on_end``, where the sink set it, is called with the last bytes.
+    What a sink raises comes out of `exchange`, and the connection is closed.
+    """
 
     def on_head(self, status: int, headers: Headers, lease: Lease) -> None: ...
 
@@ -56,7 +61,9 @@ class Sink(Protocol):
 
 
 class Lease(Protocol):
-    """What a sink may do to its connection: back-pressure, in bytes not read from the socket."""
+    """What a sink may do to its connection: hold it back, and hear of the complete answer."""
+
+    on_end: Callable[[], None] | None
 
     def pause(self) -> None: ...
 
@@ -319,6 +326,7 @@ class _Connection(asyncio.Protocol):
         self._sent_s = 0.0
         self.last_s = 0.0
         self.pool: deque[_Connection] | None = None
+        self.on_end: Callable[[], None] | None = None
 
     # what HttpClient asks
 
@@ -334,7 +342,7 @@ class _Connection(asyncio.Protocol):
 
     async def run(self, payload: bytes, sink: Sink, *, head_only: bool) -> None:
         assert self._done is None, "one exchange at a time"
-        self.pool = None
+        self.pool = self.on_end = None
         self._sink, self._head_only = sink, head_only
         self._started = self._touched = self._until_eof = self._keep = False
         self._head_bytes = 0
@@ -457,9 +465,15 @@ class _Connection(asyncio.Protocol):
             self._sink.on_data(data)
 
     def _complete(self, *, keep: bool) -> None:
-        self._keep = keep
         assert self._done is not None
-        self._done.set_result(None)
+        self._keep = keep
+        try:
+            if self.on_end is not None:
+                self.on_end()
+        except Exception as error:  # the sink's: whoever awaits the exchange gets it
+            self._settle(error)
+        else:
+            self._done.set_result(None)
 
     def _fail(self, text: str) -> None:
         self._settle(ResponseError(text, started=self._started))

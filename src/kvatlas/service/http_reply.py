@@ -20,7 +20,9 @@ class Wire(Protocol):
         """Whether the client reads more slowly than we write."""
         ...
 
-    def write(self, data: bytes) -> None: ...
+    def write(self, data: bytes) -> None:
+        """Never blocks; what one turn of the event loop writes leaves together."""
+        ...
 
     def abort_after_flush(self) -> None:
         """Sends what was written, then breaks the connection."""

@@ -121,6 +121,7 @@ class _Connection(asyncio.Protocol):
         self._transport: Any = None  # uvloop's and asyncio's share no typed base
         self._parser: Any = httptools.HttpRequestParser(self)
         self._reply: Reply | None = None
+        self._pending: list[bytes] = []  # written in this turn of the loop
         self._queue: deque[Request] = deque()  # pipelined; bounded by one read of the socket
         self._in_head = False
         self._head_bytes = 0
@@ -146,8 +147,21 @@ class _Connection(asyncio.Protocol):
         return self._write_deadline != math.inf
 
     def write(self, data: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(data)
+        """Everything written in one turn of the event loop leaves in one system call."""
+        if self._transport is None:
+            return
+        if not self._pending:
+            self._loop.call_soon(self._flush)
+        self._pending.append(data)
+
+    def _flush(self) -> None:
+        pending = self._pending
+        if pending and self._transport is not None:
+            if len(pending) == 1:
+                self._transport.write(pending[0])
+            else:
+                self._transport.writelines(pending)
+        self._pending = []
 
     async def drain(self) -> None:
         if self.paused and self._transport is not None:
@@ -161,6 +175,7 @@ class _Connection(asyncio.Protocol):
 
     def abort_after_flush(self) -> None:
         """Sends what was written, but not the end of the body."""
+        self._flush()
         if self._transport is not None:
             self._transport.close()
 
@@ -397,7 +412,8 @@ class _Connection(asyncio.Protocol):
             return
         self._discarding = True
         self._read_deadline = self._loop.time() + self.server.limits.linger_s
-        if self._transport.can_write_eof():
+        self._flush()
+        if self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
 
     def _forget_body(self) -> None:

@@ -123,7 +123,6 @@ class Relay:
                     self._break_off(failure)
                     return
             if not self._refused:
-                self._close()
                 return
         assert error is not None, "the last target's 503 is passed on"
         tried = ", ".join(target.worker for target in targets)
@@ -173,6 +172,7 @@ class Relay:
             elif kind.startswith(b"application/json"):
                 self._answer = []
         reply = self._reply
+        lease.on_end = self.on_end
         whole = bool(length) and not (self._events is not None and self._withhold)
         reply.start(status, self._client_headers(headers), int(length) if whole else None)
         reply.on_pause, reply.on_resume = lease.pause, lease.resume
@@ -208,10 +208,7 @@ class Relay:
                 kept.append(pair)
         return kept + route_headers(self._route, self._target)
 
-    # The end, one way or another
-
-    def _close(self) -> None:
-        """The engine's answer is complete."""
+    def on_end(self) -> None:
         events = self._events
         if events is None:
             self._complete = True
@@ -221,12 +218,13 @@ class Relay:
                 self._usage = usage_of(answer) if answer is not None else None
             return
         rest = events.finish()
-        self._usage = events.usage
         if events.truncated or (self._until_eof and not events.done):
-            self._break_off(ResponseError("the engine's stream ended in the middle", started=True))
-            return
+            raise ResponseError("the engine's stream ended in the middle", started=True)
+        self._usage = events.usage
         self._complete = True
         self._reply.end(rest)
+
+    # The end, one way or another
 
     def _break_off(self, failure: ResponseError) -> None:
         """The engine failed after it had the request."""
