@@ -43,7 +43,7 @@ class Child:
         self.log = log
         self.url = url
         self.health = health
-        self._env = dict(env) if env is not None else None
+        self.env = dict(env) if env is not None else None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -65,7 +65,7 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=self._env,
+                    env=self.env,
                     start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
                     # One system call, no Python lock is touched: safe beside other threads.
                     preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509

@@ -17,7 +17,7 @@ from kvatlas.workload.chats import Shape
 
 ENGINES = 2
 START_S = 45
-OUTPUT_TOKENS = 24
+OUTPUT_TOKENS = 16
 BLOCK_TOKENS = 32
 # bfloat16, 30 layers, 3 KV heads of 64: the model's KV state per token.
 KV_BYTES_PER_TOKEN = 2 * 2 * 30 * 3 * 64
@@ -30,7 +30,7 @@ SHAPE = Shape(
     turns=3,
     system_words=900,  # about 1,200 tokens
     turn_words=80,
-    arrival_s=8.0,
+    arrival_s=12.0,
     think_s=2.0,
 )
 STORY = (

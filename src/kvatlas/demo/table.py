@@ -75,11 +75,9 @@ def saving(before: Run, after: Run) -> str:
     """One sentence: the seconds saved, or lost."""
     saved_s = before.ttft_sum_s - after.ttft_sum_s
     tokens = before.recomputed_tokens - after.recomputed_tokens
-    verb = "saved" if saved_s >= 0 else "lost"
-    return (
-        f"{abs(saved_s):.1f} seconds of waiting {verb} over {after.requests} requests; "
-        f"{tokens:,} prompt tokens not computed again."
-    )
+    waiting = f"{abs(saved_s):.1f} seconds of waiting {'saved' if saved_s >= 0 else 'lost'}"
+    computed = "not computed again" if tokens >= 0 else "more were computed"
+    return f"{waiting} over {after.requests} requests; {abs(tokens):,} prompt tokens {computed}."
 
 
 def _share(run: Run) -> str:
