@@ -1,0 +1,122 @@
+"""``kvatlas serve``: one OpenAI URL in front of the engines of a kvatlas.toml."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import uvloop
+
+from kvatlas import __version__
+from kvatlas.config import Config, load
+from kvatlas.errors import ConfigError
+from kvatlas.service.gateway import Gateway, Page
+from kvatlas.service.http_client import HttpClient, origin_of
+from kvatlas.service.metrics import GatewayMetrics
+from kvatlas.service.round_robin import RoundRobin
+from kvatlas.service.steer import Steer
+
+_EPILOG = """\
+The smallest kvatlas.toml:
+  [[worker]]
+  name = "a"
+  url = "http://127.0.0.1:8001"
+
+While it runs:
+  GET /health /ready /metrics /version    state, for people and probes
+  POST /v1/chat/completions ...           as OpenAI's API
+
+SIGTERM or Ctrl-C: /ready fails, running requests end, then it leaves with status 0; the same
+again: at once.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="the gateway: one URL, every request to the engine that can resume most of it",
+        description="Serve OpenAI's API in front of the engines that a kvatlas.toml names.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, default=Path("kvatlas.toml"), metavar="FILE")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises ConfigError (exit status 2) for a bad file or an address that cannot be had."""
+    config = load(args.config)
+    check_workers(config)
+    return uvloop.run(_serve_round_robin(config))
+
+
+async def _serve_round_robin(config: Config) -> int:
+    steer = RoundRobin({worker.name: worker.url for worker in config.worker})
+    client = HttpClient()
+    await steer.refresh(client)
+    await client.close()
+    return await serve(config, steer)
+
+
+def check_workers(config: Config) -> None:
+    """Raises ConfigError for a worker whose URL this version cannot speak to."""
+    for worker in config.worker:
+        try:
+            origin_of(worker.url)
+        except ValueError as error:
+            raise ConfigError(f"worker {worker.name!r}: {error}") from error
+
+
+async def serve(
+    config: Config,
+    steer: Steer,
+    *,
+    metrics: GatewayMetrics | None = None,
+    pages: Mapping[str, Page] | None = None,
+) -> int:
+    """Runs the gateway until SIGTERM or SIGINT, then drains it. Returns the exit status."""
+    gateway = Gateway(config.gateway, steer, metrics=metrics, pages=pages)
+    try:
+        await gateway.start()
+    except OSError as error:
+        raise _no_address(config, error) from error
+    workers = ", ".join(f"{worker.name} {worker.url}" for worker in config.worker)
+    url = f"http://{config.gateway.host}:{gateway.port}"
+    print(f"kvatlas {__version__} on {url} for {len(config.worker)} worker(s): {workers}")
+    sys.stdout.flush()
+    asked, again = _watch_signals()
+    await asked.wait()
+    draining = asyncio.ensure_future(gateway.drain())
+    hurry = asyncio.ensure_future(again.wait())
+    await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    if not (draining.done() and draining.result()):
+        print("kvatlas: leaving with requests still running", file=sys.stderr)
+    for task in (draining, hurry):
+        task.cancel()
+    await gateway.close()
+    return 0
+
+
+def _watch_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Set by the first and by the second SIGTERM or SIGINT."""
+    asked, again = asyncio.Event(), asyncio.Event()
+
+    def heard() -> None:
+        (again if asked.is_set() else asked).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, heard)
+    return asked, again
+
+
+def _no_address(config: Config, error: OSError) -> ConfigError:
+    where = f"{config.gateway.host}:{config.gateway.port}"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"{where} is in use: stop what listens there, or set [gateway] port")
+    return ConfigError(f"cannot listen on {where}: {error.strerror or error}")
