@@ -195,15 +195,17 @@ def _session() -> Iterator[tuple[Path, list[Child]]]:
         raise ConfigError(f"{logs}: cannot be made: {error}") from error
     for old in sorted(logs.parent.iterdir())[:-RUNS_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in ends}
     children: list[Child] = []
     try:
         yield logs, children
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave some behind
+        for number in ends:
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave some behind
         stop_all(children)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _write(path: Path, results: dict[str, Outcome]) -> None:

@@ -35,16 +35,14 @@ STORY = (
 START_DEADLINE_S = 30.0
 
 
-def start(
-    directory: Path, children: list[Child], *, engines: int = ENGINES, scale: float = TIME_SCALE
-) -> Engines:
+def start(directory: Path, children: list[Child]) -> Engines:
     """Starts the engines and waits until they listen. Raises EngineError."""
     ports_file = directory / "stub-engines.json"
     options = {
-        "count": engines,
+        "count": ENGINES,
         "layout": MODEL,
         "device": DEVICE,
-        "time-scale": scale,
+        "time-scale": TIME_SCALE,
         "ports-file": ports_file,
     }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
