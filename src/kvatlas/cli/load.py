@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -68,7 +68,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-
     plan = LoadPlan(
         target=args.target,
         model=args.model,
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     total = sum(1 for _ in _chosen(args))  # also finds faults of the file before anything is sent
     if not total:
         raise ConfigError(f"{args.trace}: no requests in it")
-    result = asyncio.run(_replay(plan, args, total))
+    result = uvloop.run(_replay(plan, args, total))
     if args.json is not None:
         _write(args.json, result)
     _show(result)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-import sys
 from pathlib import Path
 
 import msgspec
+import uvloop
 
 from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
 from kvatlas.connectors.stub_text import FileTokenizer, TextTokenizer, WordTokenizer
@@ -120,8 +120,7 @@ def run(args: argparse.Namespace) -> int:
     def tokenizer() -> TextTokenizer:
         return FileTokenizer(args.tokenizer) if args.tokenizer else WordTokenizer()
 
-    asyncio.run(_serve(StubCluster(options, tokenizer), args.ports_file))
-    return 0
+    return uvloop.run(_serve(StubCluster(options, tokenizer), args.ports_file))
 
 
 def _spec(args: argparse.Namespace, layout: Layout) -> EngineSpec:
@@ -161,19 +160,23 @@ def _blocks(args: argparse.Namespace, layout: Layout) -> int:
     return sum(-(-tokens // block_tokens) for block_tokens in chains)
 
 
-async def _serve(cluster: StubCluster, ports_file: Path | None) -> None:
-    """Runs until SIGINT or SIGTERM."""
-    stop = asyncio.Event()
+async def _serve(cluster: StubCluster, ports_file: Path | None) -> int:
+    """Runs until SIGTERM (status 0) or SIGINT (status 130)."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    stopped: asyncio.Future[int] = loop.create_future()
+    for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
+        loop.add_signal_handler(number, _settle, stopped, status)
     async with cluster:
         line = msgspec.json.encode({"engines": cluster.addresses}).decode()
         if ports_file is not None:
             _write(ports_file, line)
         print(line, flush=True)
-        await stop.wait()
-    print("kvatlas: stub engines stopped", file=sys.stderr)
+        return await stopped
+
+
+def _settle(stopped: asyncio.Future[int], status: int) -> None:
+    if not stopped.done():
+        stopped.set_result(status)
 
 
 def _write(path: Path, line: str) -> None:

@@ -27,8 +27,12 @@ BUFFER_STEPS = 10_000  # vLLM's default: batches kept for replay
 HWM = 100_000  # vLLM's default: batches queued for a slow subscriber before new ones are dropped
 END_OF_REPLAY = b"\xff" * 8
 
-_VLLM_MEDIUM = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.DISK: "STORAGE", Tier.OBJECT: "STORAGE"}
-_SGLANG_MEDIUM = {Tier.HBM: "GPU", Tier.DRAM: "CPU_PINNED", Tier.DISK: "DISK"}
+_VLLM_MEDIUM = dict.fromkeys(Tier, "STORAGE") | {Tier.HBM: "GPU", Tier.DRAM: "CPU"}
+_SGLANG_MEDIUM = dict.fromkeys(Tier, "EXTERNAL") | {
+    Tier.HBM: "GPU",
+    Tier.DRAM: "CPU_PINNED",
+    Tier.DISK: "DISK",
+}
 
 
 class _Map(msgspec.Struct, tag_field="type", omit_defaults=True):
@@ -177,7 +181,8 @@ class EventPublisher:
     free ports where it is 0.
 
     `publish` never blocks: a subscriber that lags beyond ``HWM`` batches loses some and can ask
-    for them again while they are among the last ``buffer_steps``.
+    for them again while they are among the last ``buffer_steps``. Raises zmq.ZMQError for a port
+    that is taken.
     """
 
     def __init__(
@@ -197,11 +202,16 @@ class EventPublisher:
         self._seq = 0
         # A plain socket on purpose: a PUB send never waits, so it needs no event loop.
         self._pub: zmq.Socket[bytes] = zmq.Socket(context, zmq.PUB)
-        self._pub.set_hwm(HWM)
-        self.endpoint = _bind(self._pub, host, port)
         self._router = context.socket(zmq.ROUTER)
-        self._router.set_hwm(HWM)
-        self.replay_endpoint = _bind(self._router, host, port and port + 1)
+        try:
+            self._pub.set_hwm(HWM)
+            self._router.set_hwm(HWM)
+            self.endpoint = _bind(self._pub, host, port)
+            self.replay_endpoint = _bind(self._router, host, port and port + 1)
+        except zmq.ZMQError:
+            self._pub.close(linger=0)
+            self._router.close(linger=0)
+            raise
         self._task: asyncio.Task[None] | None = None
         self.topic = topic
         self.buffer_steps = buffer_steps

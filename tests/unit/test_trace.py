@@ -1,0 +1,125 @@
+"""Mooncake traces: what is read, what is refused, and which tokens the ids stand for."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from array import array
+from pathlib import Path
+
+import pytest
+
+from kvatlas.errors import TraceError
+from kvatlas.workload.trace import TraceRequest, read, tokens_of
+
+REAL = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl.xz"
+
+
+def line(timestamp: float, tokens: int, ids: list[int], output: int = 5) -> str:
+    return json.dumps(
+        {
+            "timestamp": timestamp,
+            "input_length": tokens,
+            "output_length": output,
+            "hash_ids": ids,
+        }
+    )
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_reads_in_order_with_times_in_seconds(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", line(0, 513, [0, 1]), "", line(1500, 512, [0], output=0))
+    assert list(read(path)) == [
+        TraceRequest(0, 0.0, 513, 5, (0, 1)),
+        TraceRequest(1, 1.5, 512, 0, (0,)),
+    ]
+
+
+def test_reads_xz_and_other_block_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl.xz"
+    with lzma.open(path, "wt") as file:
+        file.write(line(0, 130, [4, 5, 6]) + "\n")
+    assert [r.hash_ids for r in read(path, block_tokens=64)] == [(4, 5, 6)]
+
+
+def test_is_a_stream_that_looks_no_further_than_it_must(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", line(0, 1, [0]), line(1, 1, [0]), "garbage")
+    assert len(list(read(path, limit=2))) == 2
+    requests = read(path)
+    next(requests)
+    next(requests)
+    with pytest.raises(TraceError, match=r"t\.jsonl:3: "):
+        next(requests)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ("{", "truncated"),
+        ("[1]", "object"),
+        ('{"timestamp": 5}', "missing required field `input_length`"),
+        (line(5, 1, [0]).replace("[0]", '["a"]'), r"hash_ids"),
+        (line(-5, 1, [0]), "timestamp -5 is negative"),
+        (line(4, 1, [0]), "timestamp 4 comes after 5: sort the trace first"),
+        (line(5, 0, []), "at least one token"),
+        (line(5, -3, []), "at least one token"),
+        (line(5, 1, [0], output=-1), "output_length -1 is negative"),
+        (line(5, 1, [-1]), "hash_ids must not be negative"),
+        (line(5, 513, [0]), "1 hash_ids, but input_length 513 makes 2 blocks of 512 tokens"),
+        (line(5, 512, [0, 1]), "2 hash_ids, but input_length 512 makes 1 blocks"),
+    ],
+)
+def test_refuses_with_line_and_reason(tmp_path: Path, bad: str, reason: str) -> None:
+    path = write(tmp_path / "t.jsonl", line(5, 1, [0]), bad)
+    with pytest.raises(TraceError, match=rf"t\.jsonl:2: .*{reason}"):
+        list(read(path))
+
+
+def test_refuses_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="absent"):
+        list(read(tmp_path / "absent.jsonl"))
+    truncated = tmp_path / "t.jsonl.xz"
+    truncated.write_bytes(lzma.compress(line(0, 1, [0]).encode() * 50)[:-20])
+    with pytest.raises(TraceError, match="cannot be read"):
+        list(read(truncated))
+    plain = tmp_path / "p.jsonl.xz"
+    plain.write_text(line(0, 1, [0]))
+    with pytest.raises(TraceError, match="cannot be read"):
+        list(read(plain))
+
+
+def ids(request: TraceRequest, **options: int) -> list[int]:
+    return array("I", tokens_of(request, **options)).tolist()
+
+
+def test_equal_leading_ids_give_an_equal_prefix_and_nothing_more() -> None:
+    one = ids(TraceRequest(0, 0.0, 1500, 1, (7, 8, 9)))
+    two = ids(TraceRequest(1, 0.0, 1100, 1, (7, 8, 10)))
+    assert len(one) == 1500
+    assert one[:1024] == two[:1024]
+    assert one[1024:1100] != two[1024:]
+    assert len(set(one)) > 1400  # no pattern inside a block
+
+
+def test_tokens_are_the_same_in_every_process() -> None:
+    first = ids(TraceRequest(0, 0.0, 4, 1, (0,)))
+    assert first == [17260, 29617, 62564, 15190]
+
+
+@pytest.mark.parametrize("vocab_size", [2, 1000, 4096, 49_152, 65_536, 129_280, 1 << 25])
+def test_tokens_stay_inside_the_vocabulary_and_use_it(vocab_size: int) -> None:
+    tokens = ids(TraceRequest(0, 0.0, 5120, 1, tuple(range(10))), vocab_size=vocab_size)
+    assert max(tokens) < vocab_size
+    assert max(tokens) >= min(vocab_size, 1 << 24) // 4
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the public Mooncake trace is not beside the repo")
+def test_the_public_trace_has_its_published_totals() -> None:
+    requests = list(read(REAL))
+    assert len(requests) == 12_031
+    assert sum(r.input_tokens for r in requests) == 144_793_823
+    assert len({i for r in requests for i in r.hash_ids}) == 182_790
