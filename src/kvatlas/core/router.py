@@ -119,6 +119,11 @@ class Router:
         self._ends: dict[bytes, int] = {}  # the same for the last block of each prompt
         self._fading: deque[tuple[float, int, Sequence[bytes]]] = deque()
 
+    @property
+    def policy(self) -> str:
+        """How it decides: only "price" looks at the prompt."""
+        return self._params.policy
+
     # -- engines --------------------------------------------------------------------------------
 
     def add(self, publisher: Publisher, layout: Layout, fingerprint: bytes) -> None:
@@ -148,6 +153,10 @@ class Router:
         engine = self._engines.get(publisher)
         if engine is not None:
             engine.up = up
+
+    def up(self) -> set[Publisher]:
+        """Publishers that are candidates now."""
+        return {p for p, e in self._engines.items() if e.up}
 
     def set_load(self, publisher: Publisher, requests: int) -> None:
         """What the engine itself reports as running and waiting: others may use it too."""

@@ -6,10 +6,11 @@ is routed by load alone.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,7 +21,10 @@ from kvatlas.core.records import Publisher
 from kvatlas.core.router import Ask, Plan, Router
 from kvatlas.errors import RequestError
 from kvatlas.service.decision_log import DecisionLog, Entry
-from kvatlas.service.steer import Inbound, Outcome, Route, Target
+from kvatlas.service.steer import Health, Inbound, Outcome, Route, Target
+from kvatlas.service.tokens import Prompt
+
+log = logging.getLogger(__name__)
 
 SALT_HEADER = "x-kvatlas-cache-salt"
 KEYED_PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -29,23 +33,15 @@ _GAP_SHARE_MAX = 0.5
 _GAP_DECAY = 0.95
 
 
-class Prompt(Protocol):
-    """Token ids (uint32, little endian), or why there are none."""
-
-    @property
-    def tokens(self) -> bytes: ...
-    @property
-    def reason(self) -> str: ...
-
-
 class Tokens(Protocol):
-    """Turns a request into token ids exactly as the engine will."""
+    """Turns a request into token ids exactly as the engine will: `service.tokens.Tokenizer`."""
 
-    async def prompt(self, path: str, body: Mapping[str, object]) -> Prompt: ...
+    async def prompt(self, path: str, body: Mapping[str, Any]) -> Prompt: ...
 
 
 class Rank(msgspec.Struct, frozen=True):
-    """One publisher as requests reach it. ``models``: served name → adapter ("" for the base)."""
+    """One publisher as requests reach it. ``models``: served name → adapter ("" for the base);
+    ``entries`` are the same as the engine's own /v1/models lists them."""
 
     publisher: Publisher
     url: str
@@ -53,6 +49,7 @@ class Rank(msgspec.Struct, frozen=True):
     layout: Layout
     fingerprint: bytes
     headers: tuple[tuple[str, str], ...] = ()
+    entries: tuple[dict[str, object], ...] = ()
 
 
 class HitGap:
@@ -133,29 +130,51 @@ class Steering:
             self._router.remove(publisher)
             self.gaps.pop(publisher, None)
 
-    def models(self) -> list[str]:
-        """Names that can be asked for, sorted."""
+    def set_up(self, publisher: Publisher, up: bool) -> None:
+        """Health as polled."""
+        self._router.set_up(publisher, up)
+
+    def set_load(self, publisher: Publisher, requests: int) -> None:
+        """Requests running and waiting, as the engine itself reports them."""
+        self._router.set_load(publisher, requests)
+
+    def in_flight(self) -> dict[Publisher, int]:
+        """Requests under way, per engine."""
+        return self._router.in_flight()
+
+    def names(self) -> list[str]:
+        """Model names that can be asked for, sorted."""
         return sorted({name for rank in self._ranks.values() for name in rank.models})
 
-    def flags(self) -> dict[str, str]:
-        """Visible alarms, by engine."""
-        return {str(p): gap.flag for p, gap in sorted(self.gaps.items()) if gap.flag}
+    def models(self) -> list[dict[str, object]]:
+        """The engines' own entries, one per id."""
+        merged = {e["id"]: e for rank in self._ranks.values() for e in rank.entries}
+        return [merged[name] for name in sorted(merged, key=str)]
+
+    def health(self) -> Health:
+        """Ready once an engine can be asked; the flags say what is degraded."""
+        up = self._router.up()
+        down = [str(p) for p in sorted(self._ranks) if p not in up]
+        gaps = {str(p): gap.flag for p, gap in sorted(self.gaps.items()) if gap.flag}
+        flags = [f"engine_down:{name}" for name in down] + [f"hit_gap:{name}" for name in gaps]
+        details: dict[str, object] = {"down": down, "hit_gap": gaps}
+        return Health(ready=bool(up), flags=tuple(flags), details=details)
 
     # -- Steer ----------------------------------------------------------------------------------
 
     async def choose(self, request: Inbound) -> Route:
         """Raises RequestError 404 for an unknown model, 503 when no engine is up."""
         ranks = self._serving(request.body.get("model"))
-        tokens, reason = await self._prompt(request)
+        prompt = await self._prompt(request)
         began = self._clock()
-        ask = self._ask(request, ranks, tokens, reason)
+        ask = self._ask(request, ranks, prompt)
         decision = self._router.peek(ask, began, among=ranks)
         if not decision.plans:
             raise RequestError(
                 "no engine is up that serves this model", status=503, code="no_engine"
             )
         if ask.unkeyed:
-            self.fallbacks[ask.unkeyed.partition(":")[0]] += 1
+            self.fallbacks[ask.unkeyed] += 1
         route_id = request.id
         if route_id in self._pending:  # equal ids from two clients must not share books
             route_id = f"{request.id}#{self.decisions}"
@@ -203,29 +222,35 @@ class Steering:
         ranks = {p: r for p, r in self._ranks.items() if model in r.models}
         if not ranks:
             raise RequestError(
-                f"the model {model!r} does not exist; there is: {', '.join(self.models())}",
+                f"the model {model!r} does not exist; there is: {', '.join(self.names())}",
                 status=404,
                 code="model_not_found",
+                param="model",
             )
         return ranks
 
-    async def _prompt(self, request: Inbound) -> tuple[bytes, str]:
+    async def _prompt(self, request: Inbound) -> Prompt:
+        if self._router.policy != "price":
+            return Prompt(reason=self._router.policy)
         if request.path not in KEYED_PATHS:
-            return b"", f"endpoint: {request.path} has no prompt to key"
+            return Prompt(reason="no_prompt")
         if self._tokens is None:
-            return b"", "tokenizer: none is configured"
+            return Prompt(reason="no_tokenizer")
         try:
-            prompt = await self._tokens.prompt(request.path, request.body)
-        except Exception as error:  # fail open: a tokenizer must never fail a request
-            return b"", f"tokenizer: {type(error).__name__}: {error}"
-        return prompt.tokens, prompt.reason
+            return await self._tokens.prompt(request.path, request.body)
+        except Exception:  # fail open: a tokenizer must never fail a request
+            log.exception("the tokenizer failed on request %s", request.id)
+            return Prompt(reason="tokenizer_failed")
 
-    def _ask(
-        self, request: Inbound, ranks: Mapping[Publisher, Rank], tokens: bytes, reason: str
-    ) -> Ask:
+    def _ask(self, request: Inbound, ranks: Mapping[Publisher, Rank], prompt: Prompt) -> Ask:
+        reason = prompt.reason
+        if not reason and not prompt.tokens:
+            reason = "empty_prompt"
+        if reason:
+            return Ask(request.id, prompt.count, {}, (), reason)
+        # A batch goes where its longest prompt can be resumed: it is sent as one request.
+        tokens = max((prompt.tokens, *prompt.others), key=len)
         count = len(tokens) // 4
-        if reason or not count:
-            return Ask(request.id, count or -1, {}, (), reason or "prompt: it is empty")
         scope = scope_of(request)
         model = request.body.get("model")
         keys: dict[bytes, list[bytes]] = {}

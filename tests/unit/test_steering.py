@@ -1,0 +1,237 @@
+"""Steering: from a request's token ids to a route, and what is learnt from its end."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from kvatlas.core.directory import Directory
+from kvatlas.core.events import BlockStored
+from kvatlas.core.keys import Keyring
+from kvatlas.core.layout import plain
+from kvatlas.core.records import Publisher
+from kvatlas.core.router import Params, Router
+from kvatlas.errors import RequestError
+from kvatlas.service.decision_log import DecisionLog, explain
+from kvatlas.service.steer import Inbound, Outcome, Route
+from kvatlas.service.steering import Rank, Steering
+from kvatlas.service.tokens import Prompt
+
+BLOCK = 16
+FP, OTHER = b"\1" * 32, b"\2" * 32
+IDS = array("I", range(100)).tobytes()
+PATH = "/v1/completions"
+
+
+class FakeTokens:
+    """Answers with what it was given; an exception is raised."""
+
+    def __init__(self, answer: Prompt | Exception) -> None:
+        self.answer = answer
+
+    async def prompt(self, path: str, body: Mapping[str, Any]) -> Prompt:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class Bench:
+    def __init__(self, answer: Prompt | Exception | None = None, policy: str = "price") -> None:
+        self.now = 0.0
+        self.ring = Keyring(b"a secret for the tests")
+        self.directory = Directory(self.ring)
+        self.log = DecisionLog(100)
+        self.steering = Steering(
+            directory=self.directory,
+            router=Router(Params(policy=policy, prefill_tokens_per_s=1000)),
+            keyring=self.ring,
+            log=self.log,
+            tokens=FakeTokens(Prompt(tokens=IDS) if answer is None else answer),
+            clock=lambda: self.now,
+        )
+
+    def add(self, name: str, fingerprint: bytes = FP, **models: str) -> Publisher:
+        publisher = Publisher(name)
+        served = models or {"m": ""}
+        entries = tuple({"id": model} for model in served)
+        rank = Rank(publisher, f"http://{name}", served, plain(BLOCK), fingerprint, (), entries)
+        self.steering.add(rank)
+        return publisher
+
+    def store(
+        self, publisher: Publisher, blocks: int, *, salt: str = "", adapter: str = ""
+    ) -> None:
+        event = BlockStored(
+            tuple(range(blocks)), None, IDS[: blocks * BLOCK * 4], BLOCK, salt=salt, adapter=adapter
+        )
+        assert self.directory.apply(publisher, [event]).stored == blocks
+
+    async def route(self, request_id: str = "r", path: str = PATH, **body: object) -> Route:
+        headers = {"x-kvatlas-cache-salt": str(body.pop("header"))} if "header" in body else {}
+        return await self.steering.choose(
+            Inbound(request_id, path, {"model": "m", **body}, headers)
+        )
+
+    def end(self, route: Route, cached: int = -1, status: int = 200) -> None:
+        self.steering.finished(route, Outcome(route.targets[0], status, 100, cached, 5))
+
+
+async def test_the_holder_is_chosen_and_the_hit_is_announced() -> None:
+    bench = Bench()
+    bench.add("a")
+    bench.store(bench.add("b"), 6)
+    route = await bench.route()
+    assert [t.worker for t in route.targets] == ["b", "a"]
+    assert (route.targets[0].expected_hit_tokens, route.prompt_tokens, route.fallback) == (
+        96,
+        100,
+        "",
+    )
+
+
+async def test_one_token_is_always_left_to_compute() -> None:
+    bench = Bench(Prompt(tokens=IDS[: 96 * 4]))
+    bench.store(bench.add("a"), 6)
+    assert (await bench.route()).targets[0].expected_hit_tokens == 80
+
+
+@pytest.mark.parametrize("other", [{"cache_salt": "y"}, {"model": "lora"}, {"header": "y"}])
+async def test_salt_and_adapter_partition_everything(other: dict[str, object]) -> None:
+    bench = Bench()
+    publisher = bench.add("a", m="", lora="lora")
+    bench.store(publisher, 6, salt="x")
+    same = await bench.route("1", cache_salt="x")
+    assert same.targets[0].expected_hit_tokens == 96
+    bench.end(same)
+    assert (await bench.route("2", **other)).targets[0].expected_hit_tokens == 0
+
+
+async def test_the_header_wins_over_the_body() -> None:
+    bench = Bench()
+    bench.store(bench.add("a"), 6, salt="x")
+    route = await bench.route(header="x", cache_salt="y")
+    assert route.targets[0].expected_hit_tokens == 96
+
+
+async def test_another_fingerprint_never_shares() -> None:
+    bench = Bench()
+    old = bench.add("old")
+    bench.store(old, 6)
+    bench.add("new", OTHER)
+    route = await bench.route()
+    assert {t.worker: t.expected_hit_tokens for t in route.targets} == {"old": 96, "new": 0}
+    bench.end(route)
+    bench.add("old", OTHER)  # upgraded in place: its old claims are void
+    assert {t.expected_hit_tokens for t in (await bench.route("2")).targets} == {0}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Prompt(reason="multimodal"), "multimodal"),
+        (Prompt(tokens=b""), "empty_prompt"),
+        (RuntimeError("broken"), "tokenizer_failed"),
+    ],
+)
+async def test_what_cannot_be_keyed_is_routed_by_load_and_counted(
+    answer: Prompt | Exception, reason: str
+) -> None:
+    bench = Bench(answer)
+    for name in ("a", "b"):
+        bench.add(name)
+    workers = []
+    for number in range(4):
+        route = await bench.route(str(number))
+        assert route.fallback == reason
+        bench.steering.sent(route, route.targets[0])
+        workers.append(route.targets[0].worker)
+    assert sorted(workers) == ["a", "a", "b", "b"]
+    assert bench.steering.fallbacks == {reason: 4}
+
+
+async def test_other_endpoints_are_counted_in_flight_too() -> None:
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.add(name)
+    routes = [await bench.route(str(n), "/v1/embeddings") for n in range(1)]
+    bench.steering.sent(routes[0], routes[0].targets[0])
+    second = await bench.route("x", "/v1/rerank")
+    assert second.targets[0].worker != routes[0].targets[0].worker
+    assert second.fallback == "no_prompt"
+
+
+async def test_wrong_model_and_no_engine_are_clear_errors() -> None:
+    bench = Bench()
+    with pytest.raises(RequestError, match="no engine has been reached") as nobody:
+        await bench.route()
+    assert nobody.value.status == 503
+    publisher = bench.add("a")
+    with pytest.raises(RequestError, match="'q' does not exist; there is: m") as wrong:
+        await bench.route(model="q")
+    assert (wrong.value.status, wrong.value.param) == (404, "model")
+    bench.steering.set_up(publisher, False)
+    with pytest.raises(RequestError, match="no engine is up"):
+        await bench.route()
+    assert bench.steering.health().flags == ("engine_down:a",)
+    assert not bench.steering.health().ready
+
+
+async def test_a_gap_between_promise_and_report_raises_a_flag() -> None:
+    bench = Bench()
+    bench.store(bench.add("a"), 6)
+    for number in range(25):
+        route = await bench.route(str(number))
+        bench.steering.sent(route, route.targets[0])
+        bench.steering.first_token(route, 0.01)
+        bench.end(route, cached=0)
+    assert bench.steering.health().flags == ("hit_gap:a",)
+    for number in range(40):
+        bench.end(await bench.route(f"good{number}"), cached=96)
+    assert bench.steering.health().flags == ()
+
+
+async def test_equal_request_ids_do_not_share_books() -> None:
+    bench = Bench()
+    bench.add("a")
+    first, second = await bench.route("same"), await bench.route("same")
+    assert first.id != second.id
+    for route in (first, second):
+        bench.steering.sent(route, route.targets[0])
+    assert bench.steering.in_flight() == {Publisher("a"): 2}
+    for route in (first, second, first):
+        bench.end(route)
+    assert bench.steering.in_flight() == {Publisher("a"): 0}
+
+
+async def test_explain_names_every_candidate_and_the_end() -> None:
+    bench = Bench()
+    bench.add("a")
+    bench.store(bench.add("b"), 6)
+    route = await bench.route("abc")
+    bench.steering.sent(route, route.targets[0])
+    entry = bench.log.get("abc")
+    assert entry is not None
+    assert "still running" in explain(entry)
+    bench.steering.first_token(route, 0.5)
+    bench.end(route, cached=96)
+    text = explain(entry)
+    assert "request abc: 100 prompt tokens, policy price" in text
+    assert "→ b" in text
+    assert "resumes at 96" in text
+    assert "lost: +" in text
+    assert "engine reused 96 tokens" in text
+
+
+async def test_round_robin_does_not_look_at_the_prompt() -> None:
+    bench = Bench(RuntimeError("must not be asked"), policy="round_robin")
+    for name in ("a", "b"):
+        bench.add(name)
+    seen = []
+    for number in range(4):
+        route = await bench.route(str(number))
+        bench.steering.sent(route, route.targets[0])
+        seen.append(route.targets[0].worker)
+    assert seen == ["a", "b", "a", "b"]
