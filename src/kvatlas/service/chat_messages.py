@@ -76,24 +76,35 @@ def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"documents": None} | {k: v for k, v in chosen.items() if v not in _UNSET}
 
 
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+# Parts that are text, and the field that holds it.
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+# Other fields of a text part (cache_control …) reach the template; these never do.
+_DROPPED = {"type", "text", "refusal", "thinking", "prompt_cache_breakpoint"}
+# With one of these a part is more than text, whatever its type says.
+_MEDIA = {"image_url", "image_pil", "image_embeds", "audio_url", "audio_embeds", "input_audio"}
+_MEDIA |= {"video_url", "video_embeds", "prompt_embeds", "data", "file", "uuid"}
 _BILLING_LINE = "x-anthropic-billing-header"  # changes on every request; vLLM drops it too
 
 
 def clean_message(message: object, content_format: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Unkeyable("malformed", "a message must be an object with a role")
-    role = message["role"]
-    parts = [part for part in _parts(message.get("content")) if part is not None]
-    if role == "system":
-        parts = list(_without_billing_line(parts))
-    content: str | list[dict[str, str]]
-    if content_format == "string":
-        content = "\n".join(part for part in parts if part)
-    elif role == "tool":
-        content = "\n".join(parts)
+    role, given = message["role"], message.get("content")
+    as_text = content_format == "string" or role == "tool"
+    content: str | list[dict[str, Any]]
+    if isinstance(given, str) and as_text and role != "system":
+        content = given  # the common case: nothing to clean
     else:
-        content = [{"type": "text", "text": part} for part in parts]
+        content = list(_parts(given, role))
+        if as_text:
+            texts = [part["text"] for part in content]
+            content = "\n".join(t for t in texts if t or content_format == "openai")
     result: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
         _add_assistant_fields(message, result)
@@ -109,37 +120,28 @@ def clean_message(message: object, content_format: str) -> dict[str, Any]:
     return result
 
 
-def _parts(content: object) -> Iterator[str | None]:
-    """The texts of a message. Raises `Unkeyable` when there is more than text."""
+def _parts(content: object, role: str) -> Iterator[dict[str, Any]]:
+    """The text parts of a message. Raises `Unkeyable` when there is more than text."""
     if content is None:
         return
-    if isinstance(content, str):
-        yield content
-        return
-    if not isinstance(content, list):
+    if not isinstance(content, (str, list)):
         raise Unkeyable("malformed", "content must be text or a list of parts")
-    for part in content:
-        if isinstance(part, str):
-            yield part
+    for part in [content] if isinstance(content, str) else content:
+        whole = {"type": "text", "text": part} if isinstance(part, str) else part
+        kind = str(whole.get("type")) if isinstance(whole, dict) else ""
+        if kind not in _TEXT_PARTS or whole.keys() & _MEDIA:
+            raise Unkeyable("multimodal", f"content part {kind!r}")
+        text = whole.get(_TEXT_PARTS[kind])
+        if text is None and kind in ("text", "refusal"):
             continue
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS or part.keys() - {"type", _TEXT_PARTS[kind]}:
-            # Fields that the template may read (cache_control …) are not copied here.
-            reason: Reason = (
-                "engine_dialect" if kind in (*_TEXT_PARTS, "thinking") else "multimodal"
-            )
-            raise Unkeyable(reason, f"content part {kind!r}")
-        text = part.get(_TEXT_PARTS[kind])
-        if text is not None and not isinstance(text, str):
+        if not isinstance(text, str):
             raise Unkeyable("malformed", "the text of a content part must be a string")
-        yield text
-
-
-def _without_billing_line(parts: list[str]) -> Iterator[str]:
-    for part in parts:
-        rest = part.partition("\n")[2] if part.startswith(_BILLING_LINE) else part
-        if rest or not part:
-            yield rest
+        if role == "system" and kind == "text" and text.startswith(_BILLING_LINE):
+            text = text.partition("\n")[2]
+            if not text:
+                continue
+        rest = {key: value for key, value in whole.items() if key not in _DROPPED}
+        yield {"type": "text", "text": text, **rest}
 
 
 def _add_assistant_fields(message: dict[str, Any], result: dict[str, Any]) -> None:

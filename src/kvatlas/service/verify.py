@@ -12,14 +12,18 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from kvatlas.service.chat_messages import Dialect, Unkeyable, flag, template_kwargs
 
-# POST a JSON object to a URL within so many seconds. Raises on any failure, also on HTTP >= 400.
-PostJson = Callable[[str, dict[str, Any], float], Awaitable[Any]]
+
+class PostJson(Protocol):
+    """POSTs ``obj`` as JSON and gives the JSON answer. Raises on any failure, HTTP errors too."""
+
+    def __call__(self, url: str, obj: object, *, timeout_s: float) -> Awaitable[Any]: ...
+
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -91,11 +95,13 @@ class Endpoint:
             raise Unkeyable("endpoint_failed", "no engine to ask now")
         self.calls += 1
         try:
-            answer = await self._post_json(f"{urls[0]}/tokenize", question, deadline - now)
+            answer = await self._post_json(
+                f"{urls[0]}/tokenize", question, timeout_s=deadline - now
+            )
             tokens = to_bytes(answer["tokens"])
         except Exception as error:  # whatever the HTTP layer raises: the request goes on without
             self._failed()
-            detail = f"{urls[0]}/tokenize: {type(error).__name__}: {error}"
+            detail = f"{url}: {type(error).__name__}: {error}"
             raise Unkeyable("endpoint_failed", detail) from error
         self._failures_in_a_row = 0
         self._remember(key, tokens)
