@@ -94,10 +94,9 @@ class Endpoint:
         if not urls or now < self._rests_until or now >= deadline:
             raise Unkeyable("endpoint_failed", "no engine to ask now")
         self.calls += 1
+        url = f"{urls[0]}/tokenize"
         try:
-            answer = await self._post_json(
-                f"{urls[0]}/tokenize", question, timeout_s=deadline - now
-            )
+            answer = await self._post_json(url, question, timeout_s=deadline - now)
             tokens = to_bytes(answer["tokens"])
         except Exception as error:  # whatever the HTTP layer raises: the request goes on without
             self._failed()
