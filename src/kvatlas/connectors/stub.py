@@ -154,6 +154,7 @@ class StubEngine:
         self._memory = _Voice(layout, tokenizer)
         self._engine = Engine(layout, spec, model=self._memory, publish=publisher is not None)
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._open: dict[str, Generation] = {}
         self._ids = itertools.count()
         self._groups: dict[int, int] = {}  # block id -> group that last wrote it
@@ -253,7 +254,8 @@ class StubEngine:
         }
 
     def close(self) -> None:
-        """Stop the clock and give up what runs."""
+        """Stop the clock, give up what runs and refuse what comes."""
+        self.sleeping = True
         if self._timer is not None:
             self._timer.cancel()
         for generation in self._open.values():
@@ -271,19 +273,26 @@ class StubEngine:
     def _arm(self) -> None:
         due = self._engine.next_deadline()
         if self._timer is not None:
-            if due is not None and self._timer.when() <= due:
+            if due is not None and self._timer_at <= due:
                 return
             self._timer.cancel()
-        self._timer = None if due is None else self._loop.call_at(due, self._pump)
+            self._timer = None
+        if due is not None:
+            self._timer = self._loop.call_at(due, self._pump)
+            self._timer_at = due
 
     def _pump(self) -> None:
         self._timer = None
         now = self._loop.time()
-        for _ in range(_STEPS_PER_TURN):
-            due = self._engine.next_deadline()
-            if due is None or due > now:
-                break
-            self._perform(self._engine.tick(now))
+        try:
+            for _ in range(_STEPS_PER_TURN):
+                due = self._engine.next_deadline()
+                if due is None or due > now:
+                    break
+                self._perform(self._engine.tick(now))
+        except Exception:
+            self.close()  # nobody shall wait for an engine that broke; the loop reports why
+            raise
         self._arm()
 
     def _perform(self, effects: Sequence[Effect]) -> None:

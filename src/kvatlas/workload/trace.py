@@ -78,7 +78,7 @@ def read(
 
 def _open(path: Path) -> BinaryIO:
     if path.suffix == ".xz":
-        return cast(BinaryIO, lzma.open(path))  # noqa: SIM115 (the caller closes it)
+        return cast(BinaryIO, lzma.open(path))
     return path.open("rb")
 
 
