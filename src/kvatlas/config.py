@@ -70,6 +70,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One engine. ``events`` "auto" asks the engine where its KV events are; "" means none.
 
     ``layout`` is "auto", a Hugging Face config.json, or a plain block size as text ("32").
+    ``dp_ranks`` counts its data-parallel ranks where ``events`` is an address: each rank's port
+    is one higher than the one before. With "auto" the engine tells.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -80,6 +82,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str = "auto"
     kv_dtype: str = "auto"
     weights_digest: str = ""
+    dp_ranks: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
