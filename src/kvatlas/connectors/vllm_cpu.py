@@ -52,6 +52,19 @@ def obstacle(directory: Path) -> str:
     return ""
 
 
+def memory_obstacle(engines: int) -> str:
+    """Why so many servers cannot run beside what runs now ("" where they can, or nobody knows)."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:
+        return ""
+    free_mb = next((int(x.split()[1]) >> 10 for x in lines if x.startswith("MemAvailable:")), None)
+    needed_mb = engines * ENGINE_MEMORY_MB
+    if free_mb is None or free_mb >= needed_mb:
+        return ""
+    return f"{engines} engines need {needed_mb} MB of memory; {free_mb} MB are available"
+
+
 def installed(venv: Path) -> bool:
     """Whether ``venv`` holds the pinned packages, without starting its Python."""
     found: dict[str, str] = {}

@@ -89,6 +89,9 @@ def await_installation(console: Console, child: Child) -> None:
 
 def start(console: Console, directory: Path, logs: Path, children: list[Child]) -> Engines:
     """Starts the engines and waits until they are healthy. Raises NoEnginesError."""
+    reason = vllm_cpu.memory_obstacle(ENGINES)
+    if reason:
+        raise NoEnginesError(reason)
     venv, model_dir = paths(directory)
     engines = [
         VllmEngine(
