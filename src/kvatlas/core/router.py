@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -210,19 +210,16 @@ class Router:
         resumes = {r.publisher: r for r in ask.resumes}
         expected = self._expected_tokens(ask, resumes) if self._expected else {}
         allowed = {e.publisher: e for e in engines}
-        candidates: dict[Publisher, _Engine] = {}
-        for resume in ask.resumes:
-            if resume.tokens and resume.publisher in allowed:
-                candidates[resume.publisher] = allowed[resume.publisher]
-                if len(candidates) >= HOLDERS_MAX:
-                    break
-        for publisher in sorted(expected, key=lambda p: -expected[p])[:HOLDERS_MAX]:
-            if publisher in allowed:
-                candidates[publisher] = allowed[publisher]
-        for engine in heapq.nsmallest(IDLE_MAX, engines, key=_idleness(now)):
-            candidates[engine.publisher] = engine
         total = sum(e.load() for e in engines) + 1
         share = max(FAIR_SHARE_FLOOR, math.ceil(FAIR_SHARE * total / len(engines)))
+        held = (r.publisher for r in ask.resumes if r.tokens)
+        coming = sorted(expected, key=lambda p: -expected[p])
+        candidates: dict[Publisher, _Engine] = {}
+        for deepest_first in (held, coming):
+            for engine in _with_room(deepest_first, allowed, share):
+                candidates[engine.publisher] = engine
+        for engine in heapq.nsmallest(IDLE_MAX, engines, key=_idleness(now)):
+            candidates[engine.publisher] = engine
         plans = [
             self._plan(
                 ask,
@@ -396,3 +393,19 @@ def _idleness(now: float) -> Callable[[_Engine], tuple[float, int, int]]:
         return max(0.0, engine.free_at - now), engine.load(), engine.chosen
 
     return key
+
+
+def _with_room(
+    deepest_first: Iterable[Publisher], allowed: Mapping[Publisher, _Engine], share: int
+) -> list[_Engine]:
+    """The first few engines, those at their fair share only where there is room for them: a
+    crowd on the first ones must not hide the others."""
+    room: list[_Engine] = []
+    full: list[_Engine] = []
+    for publisher in deepest_first:
+        engine = allowed.get(publisher)
+        if engine is not None:
+            (room if engine.load() < share else full).append(engine)
+            if len(room) == HOLDERS_MAX:
+                break
+    return (room + full)[:HOLDERS_MAX]
