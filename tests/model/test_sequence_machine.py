@@ -50,6 +50,7 @@ class Machine(RuleBasedStateMachine):
         self.asked: Replay | None = None
         self.answer: list[Batch] = []
         self.hidden_restart = False
+        self.worthless = 0  # batches of this life that came before its cache was dropped
 
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -85,6 +86,18 @@ class Machine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.engine.sent = []
         self.hidden_restart = True
+        self.worthless = 0
+
+    @precondition(lambda self: not self.hidden_restart)
+    @rule()
+    def sleep(self) -> None:
+        """The engine forgets; its replay does not. What is under way arrives first."""
+        for batch in self.wire:
+            self.perform(self.sequencer.offer(batch, self.now))
+        self.wire = []
+        self.perform(self.sequencer.offer(self.engine.publish(), self.now))
+        self.perform(self.sequencer.dropped("asleep"))
+        self.worthless = len(self.engine.sent)
 
     @rule()
     def reconnect(self) -> None:
@@ -158,7 +171,7 @@ class Machine(RuleBasedStateMachine):
         assert self.run
 
     def check(self) -> None:
-        history = self.engine.sent
+        history = self.engine.sent[self.worthless :]
         assert self.run == history[len(history) - len(self.run) :]
         if self.can_replay:
             assert len(self.run) >= min(self.engine.buffer, len(history))
@@ -188,6 +201,7 @@ class Machine(RuleBasedStateMachine):
             last = self.run[-1]
             assert self.engine.sent[last.seq] == last
             assert self.run == self.engine.sent[self.run[0].seq : last.seq + 1]
+            assert self.run[0].seq >= self.worthless
 
     @invariant()
     def bounded(self) -> None:

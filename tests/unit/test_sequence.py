@@ -106,6 +106,7 @@ def test_an_empty_replay_is_a_restart_and_nothing_waits_on() -> None:
     sequencer.offer(batch(6), 1.0)  # still in the pipe, of the life before
     assert sequencer.replay_done(token(again), 1.0) == []
     assert not sequencer.replaying
+    assert not sequencer._waiting
     assert seqs(sequencer.offer(batch(0, ts=50.0), 1.0)) == [0]
 
 
@@ -154,6 +155,7 @@ def test_what_waits_is_of_one_life_only() -> None:
     assert seqs(sequencer.replayed(token(effects), batch(0, ts=50.0), 1.0)) == ["reset", 0]
     assert sequencer.replay_done(token(effects), 1.0) == []
     assert sequencer.next_seq == 1
+    assert not sequencer._waiting
     assert seqs(sequencer.offer(batch(1, ts=51.0), 1.0)) == [1]
 
 
@@ -242,3 +244,20 @@ def test_restarted_from_outside_forgets_and_asks() -> None:
     assert seqs(silent.restarted("asleep", 1.0)) == ["reset"]
     assert seqs(silent.offer(batch(0, ts=0.1), 1.0)) == [0]  # any clock will do in a new life
     assert silent.restarted("again", 1.0) == [Reset("again")]
+
+
+def test_a_dropped_cache_stays_away() -> None:
+    sequencer = running(3)
+    assert sequencer.dropped("asleep") == [Reset("asleep")]
+    assert seqs(sequencer.offer(batch(4), 1.0)) == [4]
+    effects = sequencer.orphaned(1.0)
+    assert seqs(effects) == [("replay", 4)]
+    assert sequencer.replayed(token(effects), batch(3), 1.0) == []  # asked for 4, got more
+    assert seqs(sequencer.replayed(token(effects), batch(4), 1.0)) == ["reset", 4]
+    gap = running(3)
+    gap.dropped("asleep")
+    assert gap.orphaned(1.0) == []  # nothing to rebuild from yet
+    effects = gap.offer(batch(6), 1.0)
+    assert seqs(effects) == [("replay", 3)]
+    assert gap.replayed(token(effects), batch(3), 1.0) == []
+    assert seqs(gap.replayed(token(effects), batch(4), 1.0)) == [4]

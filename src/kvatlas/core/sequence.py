@@ -97,6 +97,7 @@ class Sequencer:
         self._can_replay = can_replay
         self._limits = limits
         self._next: int | None = None  # next sequence number to apply; None before the first
+        self._floor = 0  # nothing before this number may be applied
         self._last_ts = -math.inf  # of the batch applied last
         self._newest: tuple[int, float] | None = None  # (seq, ts) of the newest live batch
         self._dirty = False  # anything applied since the last Reset
@@ -155,8 +156,9 @@ class Sequencer:
             return []
         running.deadline = now + self._limits.replay_timeout_s
         if not running.proven:
-            known = -1 if self._next is None or running.rebuild else self._next - 1
-            if batch.seq < known:
+            fresh = self._next is None or running.rebuild
+            known = self._next - 1 if self._next is not None and not fresh else self._floor - 1
+            if batch.seq < known or (fresh and batch.seq == known):
                 return []
             if batch.seq == known and batch.ts != self._last_ts:
                 return self._restart("its replay tells another history", now)
@@ -211,8 +213,20 @@ class Sequencer:
         return self.tick(now)
 
     def restarted(self, reason: str, now: float) -> list[Effect]:
-        """Somebody else noticed that the engine started anew, or dropped its cache silently."""
+        """Somebody else noticed that the engine started anew: a new life, with a new history."""
         return self._restart(reason, now)
+
+    def dropped(self, reason: str) -> list[Effect]:
+        """The same engine lost its cache without a word (it slept): its history up to here is
+        worth nothing, and must not come back by a replay."""
+        effects = self._reset(reason)
+        self._forget_waiting()
+        self._running = None
+        self._rebuild_due = None
+        if self._newest is not None:
+            self._next = self._floor = self._newest[0] + 1
+            self._last_ts = self._newest[1]
+        return effects
 
     def tick(self, now: float) -> list[Effect]:
         """Time passed. Call it at `next_deadline`; earlier or later calls do no harm."""
@@ -221,6 +235,8 @@ class Sequencer:
             if self._rebuild_due is None or now < self._rebuild_due:
                 return []
             self._rebuild_due = None
+            if self._next == self._floor:
+                return []  # there is nothing yet that could be rebuilt
             self._orphan_next = now + self._orphan_wait
             self._orphan_wait = min(2 * self._orphan_wait, self._limits.orphan_replay_max_s)
             return self._request(now, rebuild=True)
@@ -274,6 +290,7 @@ class Sequencer:
         self._running = None
         self._next = None
         self._newest = None
+        self._floor = 0
         self._last_ts = -math.inf
         self._rebuild_due = None
         self._orphan_next, self._orphan_wait = 0.0, self._limits.orphan_replay_s
@@ -311,7 +328,7 @@ class Sequencer:
         assert self._running is not None
         self._running.sent = True
         self.counters.replays += 1
-        start = 0 if rebuild or self._next is None else max(self._next - 1, 0)
+        start = self._floor if rebuild or self._next is None else max(self._next - 1, 0)
         return [Replay(start, self._running.token)]
 
     def _retry(self, running: _Running, now: float) -> list[Effect]:
@@ -365,9 +382,7 @@ class Sequencer:
             self._newest = None
             return effects
         start = seqs[-1]
-        while (before := self._waiting.get(start - 1)) is not None:
-            if before.ts > self._waiting[start].ts:
-                break
+        while start - 1 in self._waiting:
             start -= 1
         effects = self._reset(f"batches {self._next or 0} to {start - 1} are lost")
         self._next = start

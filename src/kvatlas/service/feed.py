@@ -126,10 +126,18 @@ class Feed:
             stream.close()
 
     def restarted(self, publisher: Publisher, reason: str) -> None:
-        """The engine is known to have dropped its cache (restart, sleep): its claims go now."""
+        """The engine is known to have started anew: its claims go now, its new history is asked."""
         stream = self._streams.get(publisher)
         if stream is not None:
             stream.restarted(reason)
+        else:
+            self._claims.reset(publisher)
+
+    def dropped(self, publisher: Publisher, reason: str) -> None:
+        """The engine lives on without its cache (it slept): its claims go and stay away."""
+        stream = self._streams.get(publisher)
+        if stream is not None:
+            stream.dropped(reason)
         else:
             self._claims.reset(publisher)
 
@@ -359,6 +367,10 @@ class _Stream:
 
     def restarted(self, reason: str) -> None:
         self._perform(self._sequencer.restarted(reason, self._loop.time()))
+
+    def dropped(self, reason: str) -> None:
+        self._close_dealer()
+        self._perform(self._sequencer.dropped(reason))
 
     def _arm(self) -> None:
         deadline = self._sequencer.next_deadline()

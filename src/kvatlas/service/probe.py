@@ -1,0 +1,357 @@
+"""What an engine says of itself over HTTP: its description, its load, whether it lives and sleeps.
+
+vLLM 0.32 tells where its KV events are (`GET /kv_event_sources`), SGLang 0.5.23 under
+``kv_events`` of `GET /server_info`. The stub engine answers like vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvatlas.config import WorkerConfig
+from kvatlas.errors import EngineError
+from kvatlas.service.feed import Source
+
+ANSWER_BYTES_MAX = 8 << 20
+_WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
+
+
+class Response(Protocol):
+    status: int
+    body: bytes
+
+
+class Client(Protocol):
+    """The part of `service.http_client.HttpClient` that is needed here."""
+
+    async def request(
+        self, method: str, url: str, *, timeout_s: float = ..., size_max: int = ...
+    ) -> Any: ...
+
+
+class Adapter(msgspec.Struct, frozen=True, order=True):
+    """A LoRA adapter that the engine serves under a name of its own."""
+
+    name: str
+    base: str
+    path: str = ""
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What does not change while an engine lives, but for its adapters. Unknown: "" or 0.
+
+    ``life`` differs between two starts of the engine where it tells us anything of the kind.
+    ``facts`` are further texts by name, as the engine reports them (its cache configuration).
+    """
+
+    engine: str
+    version: str = ""
+    models: tuple[str, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+    model_path: str = ""
+    block_tokens: int = 0
+    context_tokens: int = 0
+    kv_dtype: str = ""
+    sources: tuple[tuple[int, Source], ...] = ()  # by data-parallel rank
+    life: str = ""
+    facts: tuple[tuple[str, str], ...] = ()
+
+
+class Load(msgspec.Struct, frozen=True):
+    """One rank's load, as the engine counts it. -1 where it does not tell."""
+
+    running: int = -1
+    waiting: int = -1
+    kv_usage: float = -1.0  # 0 to 1, of what running requests use
+
+
+class Pulse(msgspec.Struct, frozen=True):
+    """One look at a living engine."""
+
+    loads: dict[int, Load]
+    asleep: bool = False
+    started: str = ""  # the process's start time
+    work: float = -1.0  # tokens processed since it started: never goes back
+
+
+async def describe(client: Client, worker: WorkerConfig, timeout_s: float) -> Description:
+    """Raises EngineError when the engine does not answer or is not what it was said to be."""
+    base = worker.url.rstrip("/")
+    models, adapters, path, context = _models(
+        await _get_json(client, f"{base}/v1/models", timeout_s), base
+    )
+    if worker.engine == "sglang":
+        info = await _optional_json(client, f"{base}/server_info", timeout_s)
+        if not isinstance(info, dict):
+            info = await _optional_json(client, f"{base}/get_server_info", timeout_s)
+        found = _sglang(info if isinstance(info, dict) else {}, worker)
+    else:
+        version = await _optional_json(client, f"{base}/version", timeout_s)
+        told = None
+        if worker.events == "auto":
+            told = await _optional_json(client, f"{base}/kv_event_sources", timeout_s)
+        metrics = await _optional_text(client, f"{base}/metrics", timeout_s)
+        found = _vllm(version, told, metrics, worker)
+    return msgspec.structs.replace(
+        found,
+        models=models,
+        adapters=adapters,
+        model_path=found.model_path or path,
+        context_tokens=context,
+    )
+
+
+async def pulse(client: Client, worker: WorkerConfig, timeout_s: float) -> Pulse:
+    """Raises EngineError when the engine is not healthy."""
+    base = worker.url.rstrip("/")
+    health = await client.request(
+        "GET", f"{base}/health", timeout_s=timeout_s, size_max=ANSWER_BYTES_MAX
+    )
+    if health.status != 200:
+        raise EngineError(f"{base}/health: status {health.status}")
+    metrics = await _optional_text(client, f"{base}/metrics", timeout_s)
+    seen = _pulse(metrics)
+    if worker.engine == "sglang":
+        loads = _sglang_loads(await _optional_json(client, f"{base}/v1/loads", timeout_s))
+        if loads:
+            seen = msgspec.structs.replace(seen, loads=loads)
+    return seen
+
+
+# -- addresses ------------------------------------------------------------------------------------
+
+
+def source_of(url: str, endpoint: str, replay: str, rank: int = 0) -> Source:
+    """The stream of an engine at ``url`` that reports ``endpoint`` and ``replay``.
+
+    Wildcard hosts mean the engine's own host; it binds those and Unix sockets, and connects to
+    every other address (vLLM `ZmqEventPublisher._is_bind_endpoint`), unless it had bound it
+    before it reported it. ``rank`` is added to TCP ports.
+    """
+    bind = None if _concrete(endpoint) else False
+    return Source(_at(endpoint, url, rank), _at(replay, url, rank) if replay else "", bind)
+
+
+def configured_source(worker: WorkerConfig, rank: int) -> Source:
+    """The operator's own ``events`` and ``replay``: a wildcard host is an address of ours, to
+    which the engine connects; everything else is one that we connect to."""
+    ours = worker.events.startswith("tcp://") and not _concrete(worker.events)
+    endpoint = _shift(worker.events, rank) if ours else _at(worker.events, worker.url, rank)
+    return Source(endpoint, _at(worker.replay, worker.url, rank) if worker.replay else "", ours)
+
+
+def _concrete(endpoint: str) -> bool:
+    return endpoint.startswith("tcp://") and _host_port(endpoint)[0] not in _WILDCARDS
+
+
+def _host_port(endpoint: str) -> tuple[str, str]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host, port
+
+
+def _at(endpoint: str, url: str, rank: int) -> str:
+    endpoint = _shift(endpoint, rank)
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    host, port = _host_port(endpoint)
+    if host in _WILDCARDS:
+        host = urlsplit(url).hostname or "127.0.0.1"
+        host = f"[{host}]" if ":" in host else host
+    return f"tcp://{host}:{port}"
+
+
+def _shift(endpoint: str, rank: int) -> str:
+    host, port = _host_port(endpoint)
+    if not rank or not endpoint.startswith("tcp://") or not port.isdigit():
+        return endpoint
+    return f"tcp://{host}:{int(port) + rank}"
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+def _models(answer: Any, base: str) -> tuple[tuple[str, ...], tuple[Adapter, ...], str, int]:
+    names: list[str] = []
+    adapters: list[Adapter] = []
+    path, context = "", 0
+    cards = answer.get("data") if isinstance(answer, dict) else None
+    for card in cards if isinstance(cards, list) else []:
+        if not isinstance(card, dict) or not isinstance(card.get("id"), str):
+            continue
+        parent, root = card.get("parent"), card.get("root")
+        root = root if isinstance(root, str) else ""
+        if isinstance(parent, str) and parent:
+            adapters.append(Adapter(card["id"], parent, root))
+            continue
+        names.append(card["id"])
+        path = path or root
+        length = card.get("max_model_len")
+        context = context or (length if isinstance(length, int) and length > 0 else 0)
+    if not names:
+        raise EngineError(f"{base}/v1/models names no model")
+    return tuple(names), tuple(sorted(adapters)), path, context
+
+
+def _vllm(version: Any, told: Any, metrics: str, worker: WorkerConfig) -> Description:
+    facts = _labels(metrics, "vllm:cache_config_info")
+    number = facts.get("block_size", "")
+    sources: list[tuple[int, Source]] = []
+    for rank, config in told.items() if isinstance(told, dict) else ():
+        endpoint = config.get("endpoint") if isinstance(config, dict) else None
+        if isinstance(endpoint, str) and str(rank).isdigit():
+            replay = config.get("replay_endpoint")
+            replay = replay if isinstance(replay, str) else ""
+            sources.append((int(rank), source_of(worker.url, endpoint, replay)))
+    text = version.get("version") if isinstance(version, dict) else None
+    return Description(
+        engine=worker.engine,
+        version=text if isinstance(text, str) else "",
+        block_tokens=int(number) if number.isdigit() else 0,
+        kv_dtype=facts.get("cache_dtype", ""),
+        sources=_sources(worker, sources),
+        facts=tuple(sorted(facts.items())),
+    )
+
+
+def _sglang(info: Mapping[str, Any], worker: WorkerConfig) -> Description:
+    told = info.get("kv_events")
+    sources: list[tuple[int, Source]] = []
+    block = info.get("page_size")
+    if isinstance(told, dict) and worker.events == "auto":
+        block = told.get("block_size", block)
+        host, port = told.get("endpoint_host"), told.get("endpoint_port_base")
+        replay_port = told.get("replay_endpoint_port_base")
+        ranks = told.get("dp_size", 1)
+        if isinstance(port, int) and isinstance(ranks, int) and 0 < ranks <= 1024:
+            replay = f"tcp://*:{replay_port}" if isinstance(replay_port, int) else ""
+            endpoint = f"tcp://{host}:{port}"
+            sources = [(r, source_of(worker.url, endpoint, replay, r)) for r in range(ranks)]
+    texts = (
+        {k: info[k] for k in ("version", "kv_cache_dtype", "model_path")}.items() if info else ()
+    )
+    known = {name: value for name, value in texts if isinstance(value, str)}
+    # Neither stays the same over a restart: seconds that each phase took, and a random seed.
+    life = [info.get("startup_time"), info.get("random_seed")] if info else ""
+    return Description(
+        engine=worker.engine,
+        version=known.get("version", ""),
+        model_path=known.get("model_path", ""),
+        block_tokens=block if isinstance(block, int) and block > 0 else 0,
+        kv_dtype=known.get("kv_cache_dtype", ""),
+        sources=_sources(worker, sources),
+        life=msgspec.json.encode(life).decode() if life else "",
+    )
+
+
+def _sources(
+    worker: WorkerConfig, told: Iterable[tuple[int, Source]]
+) -> tuple[tuple[int, Source], ...]:
+    if worker.events == "auto":
+        return tuple(sorted(told, key=lambda item: item[0]))
+    if not worker.events:
+        return ()
+    return tuple((rank, configured_source(worker, rank)) for rank in range(worker.dp_ranks))
+
+
+def _sglang_loads(answer: Any) -> dict[int, Load]:
+    loads: dict[int, Load] = {}
+    rows = answer.get("loads") if isinstance(answer, dict) else None
+    for row in rows if isinstance(rows, list) else []:
+        if isinstance(row, dict):
+            values = [row.get(name, -1) for name in ("dp_rank", "num_running_reqs")]
+            values += [row.get(name, -1) for name in ("num_waiting_reqs", "token_usage")]
+            if all(isinstance(value, int | float) for value in values):
+                rank, running, waiting, usage = values
+                loads[int(rank)] = Load(int(running), int(waiting), float(usage))
+    return loads
+
+
+# -- metrics --------------------------------------------------------------------------------------
+
+_SAMPLE = re.compile(
+    r"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc"
+    r"|vllm:engine_sleep_state|vllm:prompt_tokens_total|vllm:generation_tokens_total"
+    r"|sglang:num_running_reqs|sglang:num_queue_reqs|sglang:token_usage"
+    r"|sglang:prompt_tokens_total|sglang:generation_tokens_total"
+    r"|process_start_time_seconds)(?:\{(.*)\})? (\S+)",
+    re.MULTILINE,
+)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+def _pulse(metrics: str) -> Pulse:
+    running: dict[int, float] = {}
+    waiting: dict[int, float] = {}
+    usage: dict[int, float] = {}
+    started, work, asleep = "", -1.0, False
+    for name, labels, text in _SAMPLE.findall(metrics):
+        try:
+            value = float(text)
+        except ValueError:
+            continue
+        if not math.isfinite(value):
+            continue
+        told = dict(_LABEL.findall(labels))
+        rank_text = told.get("engine") or told.get("dp_rank") or "0"
+        rank = int(rank_text) if rank_text.isdigit() else 0
+        kind = name.partition(":")[2]
+        if kind in ("num_requests_running", "num_running_reqs"):
+            running[rank] = max(running.get(rank, 0.0), value)
+        elif kind in ("num_requests_waiting", "num_queue_reqs"):
+            waiting[rank] = max(waiting.get(rank, 0.0), value)
+        elif kind in ("kv_cache_usage_perc", "token_usage"):
+            usage[rank] = max(usage.get(rank, 0.0), value)
+        elif kind == "engine_sleep_state":
+            asleep = asleep or (told.get("sleep_state") != "awake" and value > 0)
+        elif name == "process_start_time_seconds":
+            started = text
+        else:
+            work = max(work, 0.0) + value
+    loads = {
+        rank: Load(int(running.get(rank, -1)), int(waiting.get(rank, -1)), usage.get(rank, -1.0))
+        for rank in sorted({*running, *waiting, *usage})
+    }
+    return Pulse(loads, asleep, started, work)
+
+
+def _labels(metrics: str, name: str) -> dict[str, str]:
+    found = re.search(rf"^{re.escape(name)}\{{(.*)\}} ", metrics, re.MULTILINE)
+    return dict(_LABEL.findall(found[1])) if found else {}
+
+
+# -- HTTP -----------------------------------------------------------------------------------------
+
+
+async def _get(client: Client, url: str, timeout_s: float) -> Any:
+    return await client.request("GET", url, timeout_s=timeout_s, size_max=ANSWER_BYTES_MAX)
+
+
+async def _get_json(client: Client, url: str, timeout_s: float) -> Any:
+    answer = await _get(client, url, timeout_s)
+    if answer.status != 200:
+        raise EngineError(f"{url}: status {answer.status}")
+    return _json(answer.body, url)
+
+
+async def _optional_json(client: Client, url: str, timeout_s: float) -> Any:
+    """None where the engine has no such page."""
+    answer = await _get(client, url, timeout_s)
+    return _json(answer.body, url) if answer.status == 200 else None
+
+
+async def _optional_text(client: Client, url: str, timeout_s: float) -> str:
+    answer = await _get(client, url, timeout_s)
+    return answer.body.decode("utf-8", "replace") if answer.status == 200 else ""
+
+
+def _json(body: bytes, url: str) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise EngineError(f"{url}: the answer is no JSON: {error}") from error
