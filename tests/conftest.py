@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 from hypothesis import settings
 
 # dev: quick and different every time. ci: the same examples in every run. nightly: far more.
@@ -31,3 +33,15 @@ def shared_file() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The gateway is tested on the loop that it runs on, the HTTP layer on both."""
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {}
+    if item.path.name.startswith(("test_http", "test_gateway")):
+        loops["uvloop"] = uvloop.new_event_loop
+    if not item.path.name.startswith("test_gateway"):
+        loops["asyncio"] = asyncio.new_event_loop
+    return loops

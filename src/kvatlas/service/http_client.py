@@ -10,6 +10,7 @@ Plain TCP only (``http://``): TLS between the parts of a cluster is not here yet
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -233,8 +234,7 @@ class HttpClient:
             text = f"{origin.authority}: no connection within {self.connect_timeout_s:g} s"
             raise ConnectError(text) from None
         except (OSError, UnicodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise ConnectError(f"{origin.authority}: {reason}") from error
+            raise ConnectError(f"{origin.authority}: {_reason(error)}") from error
         return connection
 
     async def _run(
@@ -261,6 +261,13 @@ class HttpClient:
     def _sweep(self, now: float) -> None:
         for connection in list(self._busy):
             connection.check_silence(now, self.idle_timeout_s)
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    """The system's own words; asyncio replaces them."""
+    if isinstance(error, OSError) and (error.errno or 0) > 0:
+        return os.strerror(error.errno)
+    return str(error)
 
 
 def _payload(method: str, origin: Origin, target: str, headers: Headers, body: bytes) -> bytes:

@@ -125,6 +125,7 @@ class _Connection(asyncio.Protocol):
         self._queue: deque[Request] = deque()  # pipelined; bounded by one read of the socket
         self._in_head = False
         self._head_bytes = 0
+        self._one_message = True  # no request was completed by the bytes being parsed
         self._target = b""
         self._headers: Headers = []
         self._body: list[bytes] = []
@@ -164,6 +165,7 @@ class _Connection(asyncio.Protocol):
         self._pending = []
 
     async def drain(self) -> None:
+        self._flush()
         if self.paused and self._transport is not None:
             if self._resumed is None:
                 self._resumed = self._loop.create_future()
@@ -242,12 +244,13 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._discarding or self._parser is None:
             return
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._one_message = True
         try:
             self._feed(data)
-            if self._in_head and self._head_bytes > self.server.limits.head_bytes_max:
-                raise self._head_too_large()
+            if self._in_head and self._one_message:  # all of it belongs to this head
+                self._head_bytes += len(data)
+                if self._head_bytes > self.server.limits.head_bytes_max:
+                    raise self._head_too_large()
         except _Refusal as refusal:
             self._refuse(refusal)
 
@@ -333,6 +336,7 @@ class _Connection(asyncio.Protocol):
             parts = urlsplit(target)  # absolute form; CONNECT's authority has no path
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._target = b""
+        self._one_message = False
         self._queue.append(
             Request(
                 method=self._parser.get_method().decode("latin-1"),
