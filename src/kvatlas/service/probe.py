@@ -232,10 +232,8 @@ def _sglang(info: Mapping[str, Any], worker: WorkerConfig) -> Description:
             replay = f"tcp://*:{replay_port}" if isinstance(replay_port, int) else ""
             endpoint = f"tcp://{host}:{port}"
             sources = [(r, source_of(worker.url, endpoint, replay, r)) for r in range(ranks)]
-    texts = (
-        {k: info[k] for k in ("version", "kv_cache_dtype", "model_path")}.items() if info else ()
-    )
-    known = {name: value for name, value in texts if isinstance(value, str)}
+    texts = {name: info.get(name) for name in ("version", "kv_cache_dtype", "model_path")}
+    known = {name: value for name, value in texts.items() if isinstance(value, str)}
     # Neither stays the same over a restart: seconds that each phase took, and a random seed.
     life = [info.get("startup_time"), info.get("random_seed")] if info else ""
     return Description(
