@@ -87,7 +87,7 @@ async def test_output_is_capped_by_the_trace_and_by_the_plan() -> None:
         plan = LoadPlan(cluster.addresses[0].url, time_scale=0.0, max_output_tokens=4)
         mixed = [*requests(1, output_tokens=2), *requests(1, output_tokens=0), *requests(1)]
         await run_load(plan, mixed)
-        assert cluster.engines[0].numbers().output_tokens == 2 + 1 + 4
+        assert cluster.engine(0).numbers().output_tokens == 2 + 1 + 4
 
 
 async def test_requests_in_flight_are_bounded_and_the_wait_is_told() -> None:

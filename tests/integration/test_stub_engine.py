@@ -21,7 +21,7 @@ from kvatlas.connectors.stub_text import FileTokenizer, TextTokenizer, WordToken
 from kvatlas.connectors.stub_wire import END_OF_REPLAY, EVENT_FORMATS, EventEncoder, EventFormat
 from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvatlas.core.layout import plain
-from kvatlas.errors import ConfigError
+from kvatlas.errors import ConfigError, EngineError
 from kvatlas.service.http_client import HttpClient, Response
 from kvatlas.service.wire import Decoder
 from kvatlas.workload.device import device
@@ -498,13 +498,35 @@ async def test_every_wire_form_is_decoded_from_a_running_engine(form: EventForma
         assert (len(stored) > len(chains)) is (form != "sglang")  # it tells of one component
 
 
+async def test_garbage_and_gaps_on_request(small: Rig) -> None:
+    made = await small.post("/stub/events", {"skip": 2, "payloads": ["c1", "93"]})
+    assert made.json() == {"next_seq": 4}
+    assert await replay(small) == [(2, b"\xc1"), (3, b"\x93")]
+    for body in ({"payloads": ["x"]}, {"payloads": [1]}, {"skip": "1"}):
+        assert (await small.post("/stub/events", body)).status == 400
+    assert (await small.state())["next_seq"] == 4
+
+
+async def test_a_restart_keeps_the_ports_and_nothing_else(small: Rig) -> None:
+    prompt = list(range(40))
+    before = small.cluster.addresses
+    await small.complete(prompt)
+    await small.cluster.stop(0)
+    with pytest.raises(EngineError):
+        await small.get("/health")
+    await small.cluster.start(0)
+    assert small.cluster.addresses == before
+    assert cached(await small.complete(prompt)) == 0
+    assert [seq for seq, _ in await replay(small)] == [0]
+
+
 # --- ports ---------------------------------------------------------------------------------------
 
 
 async def test_a_taken_port_is_the_operators_fault(small: Rig) -> None:
     port = int(small.cluster.addresses[0].url.rpartition(":")[2])
     options = StubOptions(PLAIN, PLAIN_SPEC, port=port)
-    with pytest.raises(ConfigError, match=f"{port} cannot be listened on"):
+    with pytest.raises(ConfigError, match=f"{port}: .*in use"):
         async with StubCluster(options):
             pass
     taken = int(small.cluster.addresses[0].events.rpartition(":")[2])

@@ -40,6 +40,7 @@ for tests, on every engine:
   GET  /stub/state     counters, cache and digest
   POST /stub/fault     fail_next, fail_status, delay_s, cut_after_tokens, health_status
   POST /stub/damage    {{"group": 0}}: turn over the bytes of that group's blocks
+  POST /stub/events    skip, payloads (hexadecimal): gaps and garbage on the event socket
 """
 
 

@@ -1,7 +1,7 @@
 """The stub engine's HTTP interface: OpenAI's, vLLM 0.32's own paths, and /stub/ for tests.
 
-Bodies follow vLLM 0.32 (`entrypoints/openai/*/serving.py`, `entrypoints/serve/*`) field by field,
-so that what works against the stub works against the engine. Nothing here knows a socket.
+Streamed chunks follow vLLM 0.32 field by field (`entrypoints/openai/*/serving.py`); whole answers
+leave out fields that are null there and that no client asks for. Nothing here knows a socket.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class StubApi:
             ("GET", "/stub/state"): self._stub_state,
             ("POST", "/stub/fault"): self._stub_fault,
             ("POST", "/stub/damage"): self._stub_damage,
+            ("POST", "/stub/events"): self._stub_events,
         }
         self._paths = {path for _, path in self._routes}
 
@@ -308,6 +309,30 @@ class StubApi:
         if not isinstance(group, int):
             raise RequestError("group: the index of a group is needed")
         reply.send_json(200, {"damaged_blocks": self._engine.damage(group)})
+
+    async def _stub_events(self, request: Request, reply: Reply) -> None:
+        """``{"skip": 2, "payloads": ["93cb…"]}``: lose two sequence numbers for good, then publish
+        these bytes as they are, whether or not they mean anything."""
+        publisher = self._engine.publisher
+        body = parse_object(request.body)
+        skip, payloads = body.get("skip", 0), body.get("payloads", [])
+        if publisher is None:
+            raise RequestError("this engine publishes no KV events", status=404)
+        if not isinstance(skip, int) or not isinstance(payloads, list):
+            raise RequestError("skip: a number, and payloads: a list, are needed")
+        data = [_unhex(item) for item in payloads]
+        publisher.skip(skip)
+        for payload in data:
+            publisher.send(payload)
+        reply.send_json(200, {"next_seq": publisher.next_seq})
+
+
+def _unhex(text: object) -> bytes:
+    """Raises RequestError for anything but text of hexadecimal digits."""
+    try:
+        return bytes.fromhex(text) if isinstance(text, str) else bytes.fromhex("no text")
+    except ValueError as problem:
+        raise RequestError("payloads: a list of hexadecimal texts is needed") from problem
 
 
 def parse_object(body: bytes) -> dict[str, object]:

@@ -45,6 +45,93 @@ class Address(msgspec.Struct, frozen=True):
     replay: str
 
 
+class _Ports(msgspec.Struct, frozen=True):
+    """0 takes a free one."""
+
+    http: int
+    events: int
+    replay: int
+
+
+class _Running:
+    """One engine with its sockets. `start` and `stop` may follow each other any number of times;
+    the ports stay those of the first start."""
+
+    def __init__(
+        self,
+        options: StubOptions,
+        index: int,
+        context: zmq.asyncio.Context,
+        tokenizer: TextTokenizer,
+    ) -> None:
+        self._options = options
+        self._context = context
+        self._tokenizer = tokenizer
+        first = options.events_port and options.events_port + 2 * index
+        self._ports = _Ports(
+            http=options.port and options.port + index, events=first, replay=first and first + 1
+        )
+        self._server: HttpServer | None = None
+        self.engine: StubEngine | None = None
+        self.address = Address(f"stub-{index}", "", "", "")
+
+    async def start(self) -> None:
+        """Raises ConfigError when a port is taken."""
+        options, ports = self._options, self._ports
+        publisher = self._publisher() if options.events else None
+        self.engine = StubEngine(
+            options.layout,
+            options.spec,
+            self._tokenizer,
+            publisher,
+            model_name=options.model_name,
+            adapters=options.adapters,
+            natural_output_tokens=options.natural_output_tokens,
+        )
+        self._server = HttpServer(StubApi(self.engine, self._tokenizer).handle)
+        try:
+            await self._server.start(options.host, ports.http)
+        except OSError as error:
+            await self.stop()
+            raise ConfigError(f"{options.host}:{ports.http}: {error}") from error
+        events = publisher.endpoint if publisher else ""
+        replay = publisher.replay_endpoint if publisher else ""
+        self._ports = _Ports(self._server.port, _port_of(events), _port_of(replay))
+        url = f"http://{options.host}:{self._server.port}"
+        self.address = Address(self.address.name, url, events, replay)
+
+    async def stop(self) -> None:
+        """As if the process died: connections break, nothing is said on the event socket."""
+        if self._server is not None:
+            await self._server.close()
+        if self.engine is not None:
+            self.engine.close()
+            if self.engine.publisher is not None:
+                await self.engine.publisher.close()
+        self._server = self.engine = None
+
+    def _publisher(self) -> EventPublisher:
+        options, ports = self._options, self._ports
+        try:
+            publisher = EventPublisher(
+                self._context,
+                options.host,
+                ports.events,
+                ports.replay,
+                form=options.event_format,
+                topic=options.topic,
+            )
+        except zmq.ZMQError as error:
+            where = f"{options.host}: ports {ports.events} and {ports.replay} for KV events"
+            raise ConfigError(f"{where}: {error}") from error
+        publisher.start()
+        return publisher
+
+
+def _port_of(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2] or 0)
+
+
 class StubCluster:
     """``async with StubCluster(options) as cluster`` runs the engines until the block ends."""
 
@@ -58,18 +145,28 @@ class StubCluster:
             if not 0 <= first <= 65_536 - each * options.count:
                 raise ConfigError(f"port {first}: no room for {options.count} engines above it")
         options.spec.check(options.layout)
-        self.options = options
-        self._tokenizer = make_tokenizer()
         self._context = zmq.asyncio.Context()
-        self._servers: list[HttpServer] = []
-        self.engines: list[StubEngine] = []
-        self.addresses: list[Address] = []
+        tokenizer = make_tokenizer()
+        self._running = [
+            _Running(options, index, self._context, tokenizer) for index in range(options.count)
+        ]
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [running.address for running in self._running]
+
+    def engine(self, index: int) -> StubEngine:
+        """Raises KeyError for one that is stopped."""
+        engine = self._running[index].engine
+        if engine is None:
+            raise KeyError(f"engine {index} is stopped")
+        return engine
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError when a port is taken."""
         try:
-            for index in range(self.options.count):
-                await self._start(index)
+            for running in self._running:
+                await running.start()
         except BaseException:
             await self.close()
             raise
@@ -78,56 +175,15 @@ class StubCluster:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    async def stop(self, index: int) -> None:
+        """One engine dies: its ports refuse and its state is gone. `start` brings it back."""
+        await self._running[index].stop()
+
+    async def start(self, index: int) -> None:
+        """A fresh engine on the ports of the stopped one: empty cache, sequence numbers from 0."""
+        await self._running[index].start()
+
     async def close(self) -> None:
-        for server in self._servers:
-            await server.close()
-        for engine in self.engines:
-            engine.close()
-            if engine.publisher is not None:
-                await engine.publisher.close()
-        self._servers.clear()
-        self.engines.clear()
+        for running in self._running:
+            await running.stop()
         self._context.destroy(linger=0)
-
-    async def _start(self, index: int) -> None:
-        options = self.options
-        publisher = self._publisher(index) if options.events else None
-        engine = StubEngine(
-            options.layout,
-            options.spec,
-            self._tokenizer,
-            publisher,
-            model_name=options.model_name,
-            adapters=options.adapters,
-            natural_output_tokens=options.natural_output_tokens,
-        )
-        self.engines.append(engine)
-        server = HttpServer(StubApi(engine, self._tokenizer).handle)
-        port = options.port + index if options.port else 0
-        try:
-            await server.start(options.host, port)
-        except OSError as error:
-            raise ConfigError(f"{options.host}:{port} cannot be listened on: {error}") from error
-        self._servers.append(server)
-        self.addresses.append(
-            Address(
-                name=f"stub-{index}",
-                url=f"http://{options.host}:{server.port}",
-                events=publisher.endpoint if publisher else "",
-                replay=publisher.replay_endpoint if publisher else "",
-            )
-        )
-
-    def _publisher(self, index: int) -> EventPublisher:
-        options = self.options
-        port = options.events_port + 2 * index if options.events_port else 0
-        try:
-            publisher = EventPublisher(
-                self._context, options.host, port, form=options.event_format, topic=options.topic
-            )
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"{options.host}: ports {port} and {port + 1} for KV events: {error}"
-            ) from error
-        publisher.start()
-        return publisher

@@ -177,8 +177,7 @@ def _sglang_map(event: Event) -> object | None:
 
 
 class EventPublisher:
-    """PUB and replay ROUTER of one engine, bound to ``port`` and ``port`` + 1 of ``host``, or to
-    free ports where it is 0.
+    """PUB and replay ROUTER of one engine on two ports of ``host``; 0 takes a free one.
 
     `publish` never blocks: a subscriber that lags beyond ``HWM`` batches loses some and can ask
     for them again while they are among the last ``buffer_steps``. Raises zmq.ZMQError for a port
@@ -190,6 +189,7 @@ class EventPublisher:
         context: zmq.asyncio.Context,
         host: str,
         port: int = 0,
+        replay_port: int = 0,
         *,
         form: EventFormat = "vllm",
         topic: str = "",
@@ -207,7 +207,7 @@ class EventPublisher:
             self._pub.set_hwm(HWM)
             self._router.set_hwm(HWM)
             self.endpoint = _bind(self._pub, host, port)
-            self.replay_endpoint = _bind(self._router, host, port and port + 1)
+            self.replay_endpoint = _bind(self._router, host, replay_port)
         except zmq.ZMQError:
             self._pub.close(linger=0)
             self._router.close(linger=0)
@@ -255,9 +255,9 @@ class EventPublisher:
         self._buffer.append((seq, payload))
         self._pub.send_multipart((self._topic, seq.to_bytes(8, "big"), payload))
 
-    def skip(self) -> None:
-        """Lose one sequence number: subscribers see a gap that no replay can fill."""
-        self._seq += 1
+    def skip(self, count: int) -> None:
+        """Lose sequence numbers: subscribers see a gap that no replay can fill."""
+        self._seq += count
 
     async def _serve_replay(self) -> None:
         while True:

@@ -1,0 +1,35 @@
+"""What the stub puts on the wire is what vLLM 0.32 put there, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvatlas.connectors.stub_wire import EventEncoder
+from kvatlas.service.wire import Decoder
+
+RECORDED = Path(__file__).resolve().parents[1] / "fixtures" / "recorded"
+
+
+def without_empty(payload: bytes) -> bytes:
+    """vLLM also announces windowed groups of which it kept no block: those say nothing."""
+    ts, events, rank = msgspec.msgpack.decode(payload)
+    return msgspec.msgpack.encode([ts, [e for e in events if e.get("block_hashes") != []], rank])
+
+
+@pytest.mark.parametrize("name", ["gqa", "swa", "swa-64"])
+def test_encoding_again_what_vllm_published_gives_vllms_bytes(name: str) -> None:
+    with lzma.open(RECORDED / f"{name}.json.xz") as file:
+        frames = json.load(file)["frames"]
+    decoder, encoder = Decoder(), EventEncoder("vllm")
+    kinds = set()
+    for _, seq, payload in frames:
+        expected = without_empty(bytes.fromhex(payload))
+        batch = decoder.decode(seq, bytes.fromhex(payload))
+        assert encoder.payload(batch.events, batch.ts) == expected
+        kinds.update(type(event).__name__ for event in batch.events)
+    assert {"BlockStored", "BlockRemoved"} <= kinds
