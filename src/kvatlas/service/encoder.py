@@ -74,7 +74,7 @@ class Encoder:
         return cls(fast or _Tokenizers(reference, added, cache_bytes), note, contents)
 
     def encode(self, text: str, add_special_tokens: bool) -> bytes:
-        """Token ids, uint32 little endian. Raises ValueError for text that is not Unicode."""
+        """Token ids, uint32 little endian. Raises UnicodeError for half surrogate pairs."""
         return self._backend.encode(text, add_special_tokens)
 
     def quick(self, text: str) -> bool:
@@ -198,7 +198,10 @@ def _cut_pattern(added: list[dict[str, Any]]) -> re.Pattern[str] | None:
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> bytes:
-    encoded = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    try:
+        encoded = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    except TypeError as error:  # what the library makes of text that cannot be UTF-8
+        raise UnicodeError(str(error)) from error
     ids = array("I", encoded[0].ids)
     if sys.byteorder == "big":
         ids.byteswap()

