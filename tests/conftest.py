@@ -38,9 +38,9 @@ def shared_file() -> Callable[[str], Path]:
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The gateway is tested on the loop that it runs on, the HTTP layer on both."""
+    """The gateway is tested on the loop that it runs on, the HTTP layer and the feed on both."""
     loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {}
-    if item.path.name.startswith(("test_http", "test_gateway")):
+    if item.path.name.startswith(("test_http", "test_gateway", "test_feed")):
         loops["uvloop"] = uvloop.new_event_loop
     if not item.path.name.startswith("test_gateway"):
         loops["asyncio"] = asyncio.new_event_loop

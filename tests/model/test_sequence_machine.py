@@ -208,5 +208,5 @@ class Machine(RuleBasedStateMachine):
         assert len(self.sequencer._waiting) <= LIMITS.waiting_batches_max
 
 
-Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(stateful_step_count=40, deadline=None)
 TestSequenceMachine = Machine.TestCase
