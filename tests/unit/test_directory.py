@@ -338,10 +338,14 @@ def test_a_full_report_of_a_hit_adds_nothing(v4: Directory) -> None:
     assert v4_ask(v4, 40)[0].tokens == 0
 
 
-def test_undeclared_groups_are_counted_and_claim_nothing(v4: Directory) -> None:
+def test_undeclared_groups_are_counted_and_silence_their_publisher(v4: Directory) -> None:
+    v4.apply(W1, v4_events(50))
     applied = v4.apply(W1, [BlockStored((1,), None, ids(*range(8)), 8, group=7, kind="mamba")])
     assert applied.undeclared == 1
-    assert v4.holders == 0
+    assert (v4_ask(v4), v4.muted()) == ([], [W1])
+    v4.reset(W1)
+    v4.apply(W1, v4_events(50))
+    assert (v4_ask(v4)[0].tokens, v4.muted()) == (48, [])
 
 
 GEMMA = Layout(

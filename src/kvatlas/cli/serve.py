@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import logging
 import signal
 import sys
 from collections.abc import Mapping
@@ -15,10 +16,10 @@ import uvloop
 from kvatlas import __version__
 from kvatlas.config import Config, load
 from kvatlas.errors import ConfigError
+from kvatlas.service.assembly import Assembly
 from kvatlas.service.gateway import Gateway, Page
-from kvatlas.service.http_client import HttpClient, origin_of
+from kvatlas.service.http_client import origin_of
 from kvatlas.service.metrics import GatewayMetrics
-from kvatlas.service.round_robin import RoundRobin
 from kvatlas.service.steer import Steer
 
 _EPILOG = """\
@@ -52,15 +53,17 @@ def run(args: argparse.Namespace) -> int:
     """Raises ConfigError (exit status 2) for a bad file or an address that cannot be had."""
     config = load(args.config)
     check_workers(config)
-    return uvloop.run(_serve_round_robin(config))
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    return uvloop.run(_serve(config))
 
 
-async def _serve_round_robin(config: Config) -> int:
-    steer = RoundRobin({worker.name: worker.url for worker in config.worker})
-    client = HttpClient()
-    await steer.refresh(client)
-    await client.close()
-    return await serve(config, steer)
+async def _serve(config: Config) -> int:
+    assembly = Assembly(config)
+    await assembly.start()
+    try:
+        return await serve(config, assembly.steering, pages=assembly.pages())
+    finally:
+        await assembly.close()
 
 
 def check_workers(config: Config) -> None:

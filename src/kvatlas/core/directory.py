@@ -68,6 +68,7 @@ class _Slot:
         self.bit = bit
         self.pool = pool
         self.holders = 0
+        self.muted = False
         self.claims: Claims
 
 
@@ -117,7 +118,7 @@ class Directory:
     def reset(self, publisher: Publisher) -> None:
         """A new epoch, or doubt that cannot be repaired: its claims go, nobody else's."""
         slot = self._slots.get(publisher)
-        if slot is not None and slot.claims.touched:
+        if slot is not None and (slot.claims.touched or slot.muted):
             self._retire(slot)
             self._new_life(publisher, slot.pool)
 
@@ -193,6 +194,8 @@ class Directory:
         for event in events:
             if isinstance(event, BlockStored):
                 slot.claims.stored(event, applied)
+                if applied.undeclared:
+                    self._mute(slot)
             elif isinstance(event, BlockRemoved):
                 slot.claims.removed(event, applied)
             elif isinstance(event, AllBlocksCleared):
@@ -200,6 +203,19 @@ class Directory:
                 slot = self._slots[publisher]
                 applied.cleared += 1
         return applied
+
+    def _mute(self, slot: _Slot) -> None:
+        """Leave a publisher out of every answer until its next life.
+
+        It announced a group that its layout does not have: then some required part of the state
+        is unknown to us, and any resume position would be a guess.
+        """
+        slot.muted = True
+        slot.pool.alive &= ~slot.bit
+
+    def muted(self) -> list[Publisher]:
+        """Publishers whose claims are not believed, sorted."""
+        return sorted(p for p, slot in self._slots.items() if slot.muted)
 
     # -- the claims' side: set and clear one bit ------------------------------------------------
 

@@ -33,6 +33,10 @@ _GAP_SHARE_MAX = 0.5
 _GAP_DECAY = 0.95
 
 
+# problem → whom it concerns → why, for people
+Problems = dict[str, dict[str, str]]
+
+
 class Tokens(Protocol):
     """Turns a request into token ids exactly as the engine will: `service.tokens.Tokenizer`."""
 
@@ -107,6 +111,7 @@ class Steering:
         self._ranks: dict[Publisher, Rank] = {}
         self._pending: dict[str, _Pending] = {}
         self.gaps: dict[Publisher, HitGap] = {}
+        self.health_parts: list[Callable[[], Problems]] = []
         self.fallbacks: Counter[str] = Counter()
         self.decisions = 0
         self.decision_s = 0.0
@@ -152,12 +157,16 @@ class Steering:
         return [merged[name] for name in sorted(merged, key=str)]
 
     def health(self) -> Health:
-        """Ready once an engine can be asked; the flags say what is degraded."""
+        """Ready once an engine can be asked. Each flag is "problem:who"; the details say why."""
         up = self._router.up()
-        down = [str(p) for p in sorted(self._ranks) if p not in up]
-        gaps = {str(p): gap.flag for p, gap in sorted(self.gaps.items()) if gap.flag}
-        flags = [f"engine_down:{name}" for name in down] + [f"hit_gap:{name}" for name in gaps]
-        details: dict[str, object] = {"down": down, "hit_gap": gaps}
+        problems: Problems = {
+            "engine_down": {str(p): "see workers" for p in sorted(self._ranks) if p not in up},
+            "hit_gap": {str(p): gap.flag for p, gap in sorted(self.gaps.items()) if gap.flag},
+        }
+        for part in self.health_parts:
+            problems.update(part())
+        flags = [f"{problem}:{who}" for problem, whom in problems.items() for who in whom]
+        details: dict[str, object] = {p: whom for p, whom in problems.items() if whom}
         return Health(ready=bool(up), flags=tuple(flags), details=details)
 
     # -- Steer ----------------------------------------------------------------------------------

@@ -1,0 +1,367 @@
+"""Everything that `kvatlas serve` runs, put together: engines and feed → directory → steering.
+
+One event loop owns it all. This file decides nothing: it tells each part what the others learnt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+
+from kvatlas.config import Config, WorkerConfig
+from kvatlas.core.directory import Directory, Limits
+from kvatlas.core.keys import Fingerprint, Keyring
+from kvatlas.core.layout import Layout
+from kvatlas.core.records import Publisher
+from kvatlas.core.router import Params, Router
+from kvatlas.errors import ConfigError, LayoutError, RequestError
+from kvatlas.service.chat_messages import Dialect
+from kvatlas.service.decision_log import DecisionLog, explain
+from kvatlas.service.engines import TIMING, Engines, Timing, Worker
+from kvatlas.service.feed import Feed
+from kvatlas.service.http_client import HttpClient
+from kvatlas.service.steering import Problems, Rank, Steering
+from kvatlas.service.tokens import Tokenizer
+from kvatlas.service.verify import Endpoint
+from kvatlas.workload.models import load_config, load_layout
+
+log = logging.getLogger(__name__)
+
+RANK_HEADER = "x-data-parallel-rank"
+_FIRST_LOOK_S = 5.0
+
+
+class Assembly:
+    """`start` it on a running loop, `close` it. ``steering`` is what the gateway asks."""
+
+    def __init__(self, config: Config, *, timing: Timing = TIMING) -> None:
+        """Raises ConfigError for a secret, a tokenizer or a layout that cannot be used."""
+        self.config = config
+        self._timing = timing
+        limits = Limits(
+            holders_max=config.directory.blocks_max,
+            holders_per_publisher_max=config.directory.blocks_per_publisher_max,
+        )
+        keyring = Keyring(_secret(config.keys.secret_file))
+        for worker in config.worker:
+            _configured_layout(worker)
+        self.client = HttpClient()
+        self.directory = Directory(keyring, limits)
+        self.log = DecisionLog(config.router.explain_max, config.router.decision_log)
+        self.tokenizer = self._load_tokenizer()
+        router = Router(
+            Params(
+                policy=config.router.policy,
+                prefill_tokens_per_s=config.router.prefill_tokens_per_s,
+            )
+        )
+        self.steering = Steering(
+            directory=self.directory,
+            router=router,
+            keyring=keyring,
+            log=self.log,
+            tokens=self.tokenizer,
+        )
+        self.steering.health_parts.append(self._problems)
+        self.layout_errors: dict[str, str] = {}
+        self.feed: Feed
+        self.engines: Engines
+        self._sync: asyncio.Task[None] | None = None
+        self._verify: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to watch the engines, and wait a moment for the first answers."""
+        self.feed = Feed(self.directory)
+        self.engines = Engines(self.feed, self, self.client, self._timing)
+        for worker in self.config.worker:
+            self.engines.add(worker)
+        await self.engines.first_look(_FIRST_LOOK_S)
+        self._copy_state()
+        self._sync = asyncio.create_task(self._keep_in_step(), name="health to router")
+
+    async def reload(self, config: Config) -> None:
+        """Take up the workers of another file: new ones are watched, missing ones forgotten.
+
+        A worker whose settings changed is removed and added again. Other settings stay.
+        """
+        wanted = {worker.name: worker for worker in config.worker}
+        for worker in wanted.values():
+            _configured_layout(worker)
+        for name, known in list(self.engines.workers.items()):
+            if wanted.get(name) != known.config:
+                await self.engines.remove(name)
+        for name, worker in wanted.items():
+            if name not in self.engines.workers:
+                self.engines.add(worker)
+
+    async def close(self) -> None:
+        """Ends every task and socket."""
+        for task in (self._sync, self._verify):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        await self.engines.close()
+        await self.feed.close()
+        if self.tokenizer is not None:
+            await self.tokenizer.close()
+        await self.client.close()
+        self.log.close()
+
+    # -- what the engines tell (service.engines.Listener) -----------------------------------------
+
+    def described(self, worker: Worker) -> None:
+        """An engine told what it is: make it known to the directory and the router."""
+        layout = self._layout_of(worker)
+        told = worker.description
+        assert told is not None
+        fingerprint = Fingerprint(
+            model=told.model_path or ",".join(told.models),
+            weights_digest=worker.config.weights_digest,
+            engine=told.engine,
+            engine_version=told.version,
+            layout_digest=layout.digest(),
+            block_tokens=layout.grid_tokens,
+            kv_dtype=told.kv_dtype,
+        ).digest()
+        served = dict.fromkeys(told.models, "")
+        served.update({adapter.name: adapter.name for adapter in told.adapters})
+        publishers = worker.publishers()
+        for publisher in publishers:
+            header = ((RANK_HEADER, str(publisher.dp_rank)),) if len(publishers) > 1 else ()
+            self.steering.add(
+                Rank(
+                    publisher=publisher,
+                    url=worker.config.url.rstrip("/"),
+                    models=served,
+                    layout=layout,
+                    fingerprint=fingerprint,
+                    headers=header,
+                    entries=_entries(worker),
+                )
+            )
+            self.steering.set_up(publisher, True)
+        self._verify_tokenizer()
+
+    def gone(self, worker: Worker, publishers: Iterable[Publisher]) -> None:
+        """Ranks that are no more."""
+        for publisher in publishers:
+            self.steering.remove(publisher)
+        self.layout_errors.pop(worker.name, None)
+
+    async def _keep_in_step(self) -> None:
+        while True:
+            self._copy_state()
+            self.directory.sweep(50_000)
+            await asyncio.sleep(self._timing.poll_s / 2)
+
+    def _copy_state(self) -> None:
+        """Health and load as polled, to the router."""
+        for worker in self.engines.workers.values():
+            for publisher in worker.publishers():
+                self.steering.set_up(publisher, worker.up and not worker.asleep)
+                load = worker.loads.get(publisher.dp_rank)
+                if load is not None and load.running >= 0:
+                    self.steering.set_load(publisher, load.running + max(0, load.waiting))
+
+    def _layout_of(self, worker: Worker) -> Layout:
+        """Configured, else from the model's own config where it can be read, else refused."""
+        self.layout_errors.pop(worker.name, None)
+        configured = _configured_layout(worker.config)
+        if configured is not None:
+            return configured
+        told = worker.description
+        assert told is not None
+        try:
+            return self._layout_told(worker.config, told.model_path, told.block_tokens)
+        except LayoutError as error:
+            self.layout_errors[worker.name] = (
+                f"its KV layout is not known, so nothing is believed to be cached there: {error}; "
+                "set the worker's layout to a config.json or, for a plain model, its block size"
+            )
+            return _UNKNOWN
+
+    def _layout_told(self, config: WorkerConfig, model_path: str, block_tokens: int) -> Layout:
+        if not model_path:
+            raise LayoutError("the engine does not tell where its model is")
+        model = Path(model_path).name if not Path(model_path).exists() else model_path
+        # DeepSeek V4 reports the step of its hash chain as its block size, not its block.
+        composite = load_config(model).get("model_type") == "deepseek_v4"
+        return load_layout(
+            model,
+            engine="sglang" if config.engine == "sglang" else "vllm",
+            kv_dtype=config.kv_dtype,
+            block_tokens=None if composite or not block_tokens else block_tokens,
+        )
+
+    # -- tokenizer ------------------------------------------------------------------------------
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        config = self.config
+        if config.router.policy != "price":
+            return None
+        sglang = all(worker.engine == "sglang" for worker in config.worker)
+        dialect: Dialect = "sglang" if sglang else "vllm"
+        endpoint = Endpoint(
+            self.client.post_json,
+            lambda: [w.config.url.rstrip("/") for w in self.engines.up()],
+            dialect=dialect,
+            timeout_s=config.tokenizer.engine_timeout_s,
+        )
+        return Tokenizer.load(config.tokenizer, endpoint=endpoint, dialect=dialect)
+
+    def _verify_tokenizer(self) -> None:
+        """Set our token ids beside the engines', now that one of them answers."""
+        if self.tokenizer is None or (self._verify is not None and not self._verify.done()):
+            return
+        self._verify = asyncio.create_task(self._verify_soon(), name="verify tokenizer")
+
+    async def _verify_soon(self) -> None:
+        assert self.tokenizer is not None
+        while not self.engines.up():  # noqa: ASYNC110 - `described` comes just before `up`
+            await asyncio.sleep(self._timing.poll_s / 2)
+        for name in self.steering.names()[:1]:
+            began = time.monotonic()
+            count = await self.tokenizer.verify(name)
+            log.info("tokenizer: %d cases compared in %.2f s", count, time.monotonic() - began)
+
+    # -- pages ----------------------------------------------------------------------------------
+
+    def pages(self) -> dict[str, Callable[[str], Awaitable[object]]]:
+        """The gateway's further GET paths."""
+        return {
+            "/kvatlas/explain/": self.page_explain,
+            "/kvatlas/workers": self.page_workers,
+            "/kvatlas/directory": self.page_directory,
+        }
+
+    async def page_explain(self, request_id: str) -> object:
+        """GET /kvatlas/explain/<request-id>, or "last"."""
+        entry = self.log.last() if request_id == "last" else self.log.get(request_id)
+        if entry is None:
+            raise RequestError(
+                f"no decision is kept for {request_id!r}: the last {self.config.router.explain_max}"
+                " are (router.explain_max)",
+                status=404,
+                code="not_found",
+            )
+        return explain(entry) + "\n"
+
+    async def page_workers(self, _: str) -> object:
+        """GET /kvatlas/workers: what is known of each engine."""
+        in_flight = self.steering.in_flight()
+        streams = {status.publisher: status for status in self.feed.status()}
+        rows = []
+        for worker in self.engines.workers.values():
+            for publisher in worker.publishers():
+                stream = streams.get(publisher)
+                told = worker.description
+                rows.append(
+                    {
+                        "worker": str(publisher),
+                        "url": worker.config.url,
+                        "up": worker.up,
+                        "error": worker.error,
+                        "models": list(told.models) if told else [],
+                        "engine": f"{told.engine} {told.version}".strip() if told else "",
+                        "in_flight": in_flight.get(publisher, 0),
+                        "blocks_held": self.directory.holders_of(publisher),
+                        "feed": {
+                            "connected": stream.connected,
+                            "error": stream.error,
+                            "events": stream.events,
+                            "malformed": stream.malformed,
+                            "epoch": stream.epoch,
+                            "orphans": stream.applied.orphans,
+                            "undeclared": stream.applied.undeclared,
+                        }
+                        if stream
+                        else None,
+                    }
+                )
+        return rows
+
+    async def page_directory(self, _: str) -> object:
+        """GET /kvatlas/directory: sizes, and who is not believed."""
+        return {
+            "holders": self.directory.holders,
+            "publishers": {
+                str(p): self.directory.holders_of(p) for p in self.directory.publishers()
+            },
+            "muted": [str(p) for p in self.directory.muted()],
+            "decisions": self.steering.decisions,
+            "fallbacks": dict(self.steering.fallbacks),
+        }
+
+    def _problems(self) -> Problems:
+        workers = self.engines.workers.values()
+        problems: Problems = {
+            "engine_down": {w.name: w.error for w in workers if not w.up},
+            "layout": dict(self.layout_errors),
+            "feed": {w.name: w.error for w in workers if w.up and w.error},
+            "undeclared_group": {
+                str(p): "it announces a group that its layout does not have"
+                for p in self.directory.muted()
+                if p.worker not in self.layout_errors
+            },
+        }
+        for status in self.feed.status():
+            if status.error:
+                problems["feed"][str(status.publisher)] = status.error
+        if self.tokenizer is not None:
+            problems["tokenizer"] = self._tokenizer_problems(self.tokenizer)
+        return problems
+
+    def _tokenizer_problems(self, tokenizer: Tokenizer) -> dict[str, str]:
+        state = tokenizer.state()
+        found = {}
+        if state.last_mismatch:
+            found["mismatch"] = state.last_mismatch
+        if state.encoder == "" and state.endpoint_failures and not state.endpoint_calls:
+            found["none"] = "no tokenizer is configured and the engines' endpoint does not answer"
+        return found
+
+
+_UNKNOWN = Layout(model="", engine="", kv_dtype="", grid_tokens=1 << 30, components=(), groups=())
+
+
+def _configured_layout(worker: WorkerConfig) -> Layout | None:
+    if worker.layout == "auto":
+        return None
+    try:
+        return load_layout(
+            worker.layout,
+            engine="sglang" if worker.engine == "sglang" else "vllm",
+            kv_dtype=worker.kv_dtype,
+        )
+    except LayoutError as error:
+        raise ConfigError(f"worker {worker.name!r}: layout: {error}") from error
+
+
+def _entries(worker: Worker) -> tuple[dict[str, object], ...]:
+    told = worker.description
+    assert told is not None
+    base: dict[str, object] = {"object": "model", "created": 0, "owned_by": told.engine}
+    models = [
+        {"id": name, **base, "max_model_len": told.context_tokens or None} for name in told.models
+    ]
+    adapters = [{"id": a.name, **base, "parent": a.base, "root": a.path} for a in told.adapters]
+    return (*models, *adapters)
+
+
+def _secret(path: str) -> bytes:
+    """The deployment's key secret; a fresh one where none is configured."""
+    if not path:
+        return secrets.token_bytes(32)
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"keys.secret_file: {path}: {error.strerror}") from error
+    if len(secret) < 16:
+        raise ConfigError(f"keys.secret_file: {path}: needs at least 16 bytes, has {len(secret)}")
+    return secret
