@@ -270,6 +270,33 @@ def test_faults_of_the_input_are_one_line_and_status_2(
         assert captured.err.count("\n") == 1
 
 
+async def test_interrupting_the_load_command_is_quiet(tmp_path: Path) -> None:
+    asked = asyncio.Event()
+
+    async def never(request: Request, reply: Reply) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    trace = write_trace(tmp_path / "t.jsonl", 2)
+    async with server(never) as url:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvatlas", "load", "--quiet"),
+            *("--trace", str(trace), "--target", url, "--model", "m"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(30):
+                await asked.wait()
+                process.send_signal(signal.SIGINT)
+                out, err = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
 def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], ["stub-engine", "--help"], ["load", "--help"]):
         with pytest.raises(SystemExit) as exit_:

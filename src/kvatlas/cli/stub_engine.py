@@ -17,9 +17,10 @@ from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError
 from kvatlas.workload.device import DEVICES, device
 from kvatlas.workload.engine import EngineSpec
-from kvatlas.workload.holding import unroll
 from kvatlas.workload.models import known_models, load_layout
-from kvatlas.workload.pool import pool_blocks
+from kvatlas.workload.pool import Pool, pool_blocks
+
+STEP_TOKENS = 8192  # that one step may compute
 
 _EPILOG = f"""\
 Each engine serves OpenAI's interface and vLLM's own paths, publishes KV events and keeps a prefix
@@ -76,7 +77,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--topic", default="", help="ZMQ topic of the KV events")
     add("--no-events", action="store_true", help="no KV-event socket")
     cache = parser.add_argument_group("cache")
-    cache.add_argument("--pool-tokens", type=int, metavar="N", help="as much KV as N tokens need")
+    cache.add_argument(
+        "--pool-tokens", type=int, metavar="N", help="room for one request of N tokens"
+    )
     cache.add_argument("--pool-blocks", type=int, metavar="N", help="usable blocks of the pool")
     cache.add_argument("--pool-gib", type=float, metavar="G", help="KV memory in GiB")
     cache.add_argument(
@@ -129,6 +132,7 @@ def _spec(args: argparse.Namespace, layout: Layout) -> EngineSpec:
     retention = None if args.retention_tokens == "all" else _whole(args.retention_tokens)
     return EngineSpec(
         blocks=_blocks(args, layout),
+        step_tokens=STEP_TOKENS,
         context_tokens=args.context_tokens,
         retention_tokens=retention,
         device=device(args.device),
@@ -157,8 +161,7 @@ def _blocks(args: argparse.Namespace, layout: Layout) -> int:
     if args.pool_gib is not None:
         return pool_blocks(layout, int(args.pool_gib * (1 << 30)))
     tokens = args.pool_tokens if args.pool_tokens is not None else 1 << 20
-    chains = [slot.block_tokens for slot in unroll(layout) if slot.chain]
-    return sum(-(-tokens // block_tokens) for block_tokens in chains)
+    return Pool(layout, 1, step_tokens=STEP_TOKENS).peak_blocks(tokens)
 
 
 async def _serve(cluster: StubCluster, ports_file: Path | None) -> int:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -89,7 +90,9 @@ class EventEncoder:
         return self._pack.encode((ts, wire, self._dp_rank))
 
 
+@lru_cache(maxsize=2)
 def _ids(tokens: bytes) -> list[int]:
+    """Kept for a moment: every group of a layout announces the same range of tokens."""
     return memoryview(tokens).cast("I").tolist()
 
 
