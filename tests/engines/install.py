@@ -1,0 +1,98 @@
+"""Installs real inference engines, CPU builds, each into an environment of its own beside ours.
+
+``python tests/engines/install.py vllm sglang``: quiet, does nothing where all is there, tries
+twice, and prints the end of its log when that was not enough. The tests marked ``engine`` use them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvatlas.connectors import vllm_cpu
+
+REPO = Path(__file__).resolve().parents[2]
+ATTEMPTS = 2
+TIMEOUT_S = 1500
+
+SGLANG = "sglang==0.5.23"
+SGLANG_NEEDS = Path(__file__).with_name("sglang-requirements.txt")
+
+
+def venv_of(engine: str) -> Path:
+    """Where an engine's environment is, installed or not."""
+    return REPO / f".venv-{engine}"
+
+
+def missing(engine: str) -> str:
+    """Why an engine cannot be started ("" when it can)."""
+    venv = venv_of(engine)
+    if engine == "vllm":
+        there = vllm_cpu.installed(venv)
+    else:
+        there = any(venv.glob(f"lib/python3*/site-packages/{SGLANG.replace('==', '-')}.dist-info"))
+    return "" if there else f"{venv.name} is not there: run tests/engines/install.py {engine}"
+
+
+def commands(engine: str) -> Iterator[list[str]]:
+    """What to run, in order."""
+    venv = venv_of(engine)
+    if engine == "vllm":
+        model = REPO / ".demo" / vllm_cpu.MODEL_NAME
+        yield [sys.executable, "-m", "kvatlas.connectors.vllm_cpu", str(venv), str(model)]
+        return
+    if not (venv / "bin" / "python").exists():
+        yield [sys.executable, "-m", "venv", str(venv)]
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    yield [*pip, "install", "-q", "-r", str(SGLANG_NEEDS)]
+    # Last, because its presence says that everything is there.
+    yield [*pip, "install", "-q", "--no-deps", "compressed_tensors", SGLANG]
+
+
+def install(engine: str) -> bool:
+    """Returns whether the engine is there now."""
+    if not missing(engine):
+        return True
+    log_path = REPO / ".demo" / f"install-{engine}.log"
+    log_path.parent.mkdir(exist_ok=True)
+    print(f"installing {engine} into {venv_of(engine).name} ...", flush=True)
+    started = time.monotonic()
+    with log_path.open("wb") as log:
+        for attempt in range(1, ATTEMPTS + 1):
+            if all(_run(command, log) for command in commands(engine)) and not missing(engine):
+                print(f"installed {engine} in {time.monotonic() - started:.0f} s", flush=True)
+                return True
+            print(f"attempt {attempt} of {ATTEMPTS} failed", flush=True)
+    print(log_path.read_text("utf-8", "replace")[-3000:], flush=True)
+    return False
+
+
+def _run(command: list[str], log: object) -> bool:
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,  # type: ignore[call-overload]
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return bool(done.returncode == 0)
+
+
+def main(engines: list[str]) -> int:
+    unknown = set(engines) - {"vllm", "sglang"}
+    if unknown or not engines:
+        print("usage: install.py vllm|sglang ...")
+        return 2
+    results = [install(engine) for engine in engines]
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,129 @@
+"""Real engines for tests: a tiny model, servers on free ports, and questions over plain HTTP."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import install
+import pytest
+
+from kvatlas.connectors.child import Child, free_ports
+from kvatlas.connectors.vllm_cpu import VllmEngine
+
+HERE = Path(__file__).resolve().parent
+MODEL = "tiny"
+READY_S = 300.0
+
+
+def require(engine: str) -> Path:
+    """The environment of an engine; skips the test, and says why, where it is not installed."""
+    reason = install.missing(engine)
+    if reason:
+        pytest.skip(reason)
+    return install.venv_of(engine)
+
+
+@functools.cache
+def tiny_model() -> Path:
+    """A directory with a tiny Qwen3, made once per run by whichever engine's Python is there."""
+    venv = next(install.venv_of(e) for e in ("vllm", "sglang") if not install.missing(e))
+    directory = Path(tempfile.mkdtemp(prefix="kvatlas-tiny-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    script = str(HERE / "tiny_models.py")
+    command = [str(venv / "bin" / "python"), script, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return directory
+
+
+def vllm_engine(run_dir: Path, *, name: str = "vllm", args: Sequence[str] = ()) -> VllmEngine:
+    """A vLLM server with the tiny model, not started yet. Blocks of 32 tokens."""
+    return VllmEngine(
+        require("vllm"),
+        tiny_model(),
+        name=name,
+        port=free_ports(1)[0],
+        log=run_dir / f"{name}.log",
+        model_name=MODEL,
+        kv_cache_bytes=64 << 20,
+        args=args,
+    )
+
+
+class SglangEngine(Child):
+    """An SGLang server with the tiny model, not started yet. Pages of 16 tokens.
+
+    Its KV events, with replay, are on two TCP ports that `GET /server_info` tells.
+    """
+
+    def __init__(self, run_dir: Path, *, name: str = "sglang", args: Sequence[str] = ()) -> None:
+        venv = require("sglang")
+        port, events, replay = free_ports(3)
+        config = {
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{events}",
+            "replay_endpoint": f"tcp://*:{replay}",
+            "topic": "kv",
+        }
+        argv = [
+            *(str(venv / "bin" / "python"), "-m", "sglang.launch_server"),
+            *("--model-path", str(tiny_model()), "--served-model-name", MODEL),
+            *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu"),
+            *("--attention-backend", "torch_native", "--page-size", "16"),
+            *("--mem-fraction-static", "0.1", "--max-total-tokens", "16384"),
+            *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"),
+            *("--enable-cache-report", "--kv-events-config", json.dumps(config)),
+            *args,
+        ]
+        drop = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONHASHSEED")
+        env = {key: value for key, value in os.environ.items() if key not in drop}
+        env |= {
+            "PYTHONPATH": str(HERE / "sglang_cpu_shim"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        url = f"http://127.0.0.1:{port}"
+        super().__init__(name, argv, log=run_dir / f"{name}.log", url=url, env=env)
+
+    def flush_cache(self) -> None:
+        """Drops its prefix cache."""
+        post(self.url, "/flush_cache", {})
+
+
+def post(url: str, path: str, body: dict[str, Any], timeout_s: float = 120.0) -> Any:
+    """One JSON question; asserts that the answer is 200. Text answers come as text."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=timeout_s)
+    try:
+        headers = {"content-type": "application/json"}
+        connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        answer = response.read()
+    finally:
+        connection.close()
+    assert response.status == 200, (response.status, answer[:500])
+    if response.headers.get_content_type() != "application/json":
+        return answer.decode()
+    return json.loads(answer)
+
+
+def complete(url: str, prompt: list[int], *, tokens: int = 8, **more: Any) -> Any:
+    """A greedy completion of token ids; returns the whole answer."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}
+    body["return_token_ids"] = True
+    return post(url, "/v1/completions", body | more)
+
+
+def cached_tokens(answer: Any) -> int:
+    """What the engine says that it found in its cache."""
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
