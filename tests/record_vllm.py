@@ -103,7 +103,7 @@ CONFIGS = {
 }
 BLOCK_TOKENS = {"gqa": 32, "swa": 32, "v4": None}
 BLOCKS = {"gqa": 80, "swa": 160, "v4": 900}  # usable ones; small enough to force evictions
-RETENTION = {"gqa": 0, "swa": 0, "v4": 0, "v4-dense": None, "swa-64": 64}
+RETENTION = {"gqa": 0, "swa": 0, "v4": 0, "v4-dense": None, "swa-256": 256}
 
 
 def text(seed, count):

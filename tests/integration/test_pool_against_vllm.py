@@ -44,7 +44,7 @@ V4 = layout(
 LAYOUTS = {
     "gqa": layout(32, Group("kv", "full_attention", 32)),
     "swa": SWA,
-    "swa-64": SWA,
+    "swa-256": SWA,
     "v4": V4,
     "v4-dense": V4,
 }

@@ -41,6 +41,22 @@ def layout(name: str) -> Layout:
     return Layout(name, "", "", max(g.block_tokens for g in groups), (), groups)
 
 
+def make_text(topic: int, shared: int, own: int, seed: int, salt: str) -> tuple[bytes, str]:
+    ids = [topic] * shared + [random.Random(seed).randrange(9) for _ in range(own)]
+    return struct.pack(f"<{len(ids)}I", *ids), salt
+
+
+# Few topics, often cut on a block's end: shared prefixes, repeats and blocks computed twice.
+TEXTS = st.builds(
+    make_text,
+    topic=st.integers(0, 1),
+    shared=st.integers(1, 7).map(lambda n: n * 8) | st.integers(1, 56),
+    own=st.just(0) | st.integers(0, 20),
+    seed=st.integers(0, 2),
+    salt=st.sampled_from(["", "", "", "tenant"]),
+)
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Requests start, prefill, decode, are preempted and end; texts share prefixes often."""
 
@@ -48,12 +64,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(
         name=st.sampled_from(sorted(LAYOUTS)),
-        blocks=st.integers(30, 90),
+        spare=st.integers(0, 20),
         retention=st.sampled_from([None, 0, 2]),
     )
-    def start(self, name: str, blocks: int, retention: int | None) -> None:
+    def start(self, name: str, spare: int, retention: int | None) -> None:
         self.layout = layout(name)
         grid = self.layout.grid_tokens
+        blocks = Pool(self.layout, 1, step_tokens=STEP_TOKENS).peak_blocks(70) + spare
         self.pool = Pool(
             self.layout,
             blocks,
@@ -64,18 +81,17 @@ class PoolMachine(RuleBasedStateMachine):
         self.announced: Counter[tuple[int, int]] = Counter()
         self.once_stored: list[set[int]] = [set() for _ in self.pool.slots]
 
-    @rule(
-        target=requests,
-        topic=st.integers(0, 2),
-        shared=st.integers(0, 60),
-        own=st.integers(1, 60),
-        salt=st.sampled_from(["", "", "tenant"]),
-        seed=st.integers(0, 3),
-    )
-    def arrive(self, topic: int, shared: int, own: int, salt: str, seed: int) -> object:
-        ids = [topic] * shared + [random.Random(seed).randrange(9) for _ in range(own)]
-        holding = self.pool.open(struct.pack(f"<{len(ids)}I", *ids), salt=salt)
-        return holding, [-1]  # -1: waits
+    @rule(target=requests, text=TEXTS)
+    def arrive(self, text: tuple[bytes, str]) -> object:
+        return self.pool.open(text[0], salt=text[1]), [-1]  # -1: waits
+
+    @rule(text=TEXTS, decodes=st.integers(0, 20))
+    def serve(self, text: tuple[bytes, str], decodes: int) -> None:
+        """A whole life at once: what fills the pool and turns it over."""
+        request = (self.pool.open(text[0], salt=text[1]), [-1])
+        for _ in range(decodes + 3):
+            self.advance(request)
+        self.preempt(request)
 
     def _admit(self, holding: Holding, at: list[int]) -> None:
         before = self.pool.free
@@ -149,6 +165,11 @@ class PoolMachine(RuleBasedStateMachine):
         assert keyed.isdisjoint(pool._spare)
         assert len(pool._spare) == len(set(pool._spare))
         assert len(keyed) + len(pool._spare) == pool.capacity
+        for group, found in enumerate(pool._found):
+            for key, ids in found.items():
+                assert len(ids) == len(set(ids))
+                for block in ids:
+                    assert pool._keys[block] == (group, key) or key in pool._aliases[block]
         for held in (h.held[s.index] for h, _ in self.live for s in pool.slots):
             assert [i for i, _ in held] == sorted({i for i, _ in held})
 
@@ -183,5 +204,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert not any(self.pool._refs)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
 TestPool = PoolMachine.TestCase
