@@ -3,9 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup demo demo-scale test test-long lint types contracts bench docs clean
+.PHONY: help setup demo demo-scale test test-long engines lint format types contracts bench docs clean
 
-setup: .venv/.done
+help:        ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 14
+
+setup: .venv/.done  ## .venv with kvatlas and what its development needs
 
 .venv/.done: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -13,34 +16,43 @@ setup: .venv/.done
 	@$(BIN)/pip install -q -e '.[dev]'
 	@touch $@
 
-demo: setup
+demo: setup  ## round robin against kvatlas on two real vLLM engines on this CPU
 	@$(BIN)/kvatlas demo
 
-demo-scale: setup
+demo-scale: setup  ## the same on sixteen stub engines, nothing to download
 	@$(BIN)/kvatlas demo --scale
 
-lint: setup
+lint: setup  ## ruff: rules and format
 	@$(BIN)/ruff check src tests benchmarks
 	@$(BIN)/ruff format --check src tests benchmarks
 
-types: setup
+format: setup  ## ruff: mend what can be mended
+	@$(BIN)/ruff check -q --fix src tests benchmarks
+	@$(BIN)/ruff format src tests benchmarks
+
+types: setup  ## mypy, strict
 	@$(BIN)/mypy
 
-contracts: setup
+contracts: setup  ## who may import whom
 	@$(BIN)/lint-imports
 
-test: lint types contracts
-	@$(BIN)/pytest -m 'not long'
+engines: setup  ## vLLM and SGLang for CPU, each in its own .venv-*
+	@$(BIN)/python tests/engines/install.py vllm sglang
 
-test-long: setup
+test: lint types contracts  ## all checks: then the tests, then the tests on real engines
+	@$(BIN)/pytest
+	@$(MAKE) --no-print-directory engines
+	@$(BIN)/pytest -m 'engine and not long'
+
+test-long: engines  ## what takes too long for every change
 	@$(BIN)/pytest -m long
 
-bench: setup
+bench: setup  ## the figures of docs/benchmarks.md, as ratios in one run
 	@$(BIN)/python -m benchmarks
 
-docs: setup
+docs: setup  ## the documentation, into site/
 	@$(BIN)/pip install -q -e '.[docs]'
-	@$(BIN)/mkdocs build --strict
+	@$(BIN)/mkdocs build --strict --quiet
 
-clean:
+clean:  ## remove all that the other targets made
 	rm -rf .venv .venv-* .demo build dist site
