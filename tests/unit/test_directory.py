@@ -348,6 +348,14 @@ def test_undeclared_groups_are_counted_and_silence_their_publisher(v4: Directory
     assert (v4_ask(v4)[0].tokens, v4.muted()) == (48, [])
 
 
+def test_the_alias_of_a_last_block_is_no_claim_and_no_fault(v4: Directory) -> None:
+    """vLLM 0.32 announces the end of a prompt once more at its finest block size."""
+    alias = BlockStored((9,), None, ids(0, 1), 2, group=2, kind="mla_attention")
+    applied = v4.apply(W1, [alias, BlockRemoved((9,), Tier.HBM, 2), *v4_events(50)])
+    assert (applied.aliases, applied.undeclared, applied.unknown_removals) == (1, 0, 1)
+    assert v4_ask(v4)[0].tokens == 48
+
+
 GEMMA = Layout(
     model="gemma",
     engine="vllm",

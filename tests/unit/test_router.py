@@ -127,13 +127,16 @@ def test_windowed_layouts_expect_only_the_end_of_a_prompt() -> None:
     assert all(p.expected_tokens == 0 for p in fresh.peek(ask(2, 4050, prefix), 0.0).plans)
 
 
-def test_round_robin_takes_turns_and_no_engine_means_no_plan() -> None:
+def test_round_robin_takes_turns_and_a_down_engine_is_the_last_resort() -> None:
     made = router(3, policy="round_robin")
     seen = [choose(made, ask(i, 100, [])).plans[0].publisher.worker for i in range(6)]
     assert seen == ["w0", "w1", "w2"] * 2
-    for i in range(3):
+    for i in range(2):
         made.set_up(Publisher(f"w{i}"), False)
-    assert made.peek(ask(9, 100, []), 0.0).plans == ()
+    assert [p.publisher.worker for p in made.peek(ask(9, 100, []), 0.0).plans] == ["w2"]
+    made.set_up(Publisher("w2"), False)
+    assert len(made.peek(ask(9, 100, []), 0.0).plans) == 3
+    assert made.peek(ask(9, 100, []), 0.0, among=[]).plans == ()
 
 
 def test_peek_changes_nothing_and_removal_frees_the_books() -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from kvatlas.core.events import BlockRemoved, BlockStored
 from kvatlas.core.keys import Keyring, Scope
+from kvatlas.core.layout import Group
 from kvatlas.core.records import Tier
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Applied(msgspec.Struct):
     orphans: int = 0  # events whose parent block is unknown: never filed as a root
     unknown_removals: int = 0
     undeclared: int = 0  # events of a group that the layout does not have
+    aliases: int = 0  # second names of a block, which no lookup uses
     malformed: int = 0  # hashes and tokens that contradict each other
     refused: int = 0  # a limit was reached
     reannounced: int = 0  # windowed groups announced in full, which the engine does not hold
@@ -225,7 +227,7 @@ class Claims:
         if event.group is not None and event.group in self._lane_of_group:
             lanes: Iterable[int] = (self._lane_of_group[event.group],)
         elif event.group is not None and len(self._pool.lanes) > 1:
-            applied.undeclared += 1
+            applied.unknown_removals += len(event.hashes)
             return
         else:
             lanes = range(len(self._pool.lanes))
@@ -317,5 +319,23 @@ class Claims:
                 if group is not None:
                     self._lane_of_group[group] = index
                 return index
-        applied.undeclared += 1
+        if any(_is_alias(event, lane.group) for lane in self._pool.lanes):
+            applied.aliases += 1
+        else:
+            applied.undeclared += 1
         return None
+
+
+def _is_alias(event: BlockStored, group: Group) -> bool:
+    """vLLM's second name for the block in which a prompt ends, at its finest block size.
+
+    No lookup of a model with windowed groups can use it (0.32, `_cache_partial_tail_block`).
+    """
+    return (
+        group.window_tokens is None
+        and event.window_tokens is None
+        and event.kind in (None, group.kind)
+        and event.block_tokens < group.block_tokens
+        and group.block_tokens % event.block_tokens == 0
+        and len(event.hashes) <= 1
+    )

@@ -176,19 +176,17 @@ class Router:
     # -- the decision ---------------------------------------------------------------------------
 
     def peek(self, ask: Ask, now: float, among: Collection[Publisher] | None = None) -> Decision:
-        """Plans for a request, cheapest first; none when no engine is up. Changes nothing.
+        """Plans for a request, cheapest first; none when there is no engine. Changes nothing.
 
-        ``among`` limits the candidates (engines that serve the model, not tried yet).
+        ``among`` limits the candidates (engines that serve the model, not tried yet). When every
+        one of them looks down they are all tried all the same: a health check that is late on a
+        busy cluster must not turn into an outage.
         """
-        engines = [
-            e
-            for e in (
-                self._engines.values()
-                if among is None
-                else (self._engines[p] for p in among if p in self._engines)
-            )
-            if e.up
-        ]
+        known = self._engines
+        candidates = (
+            list(known.values()) if among is None else [known[p] for p in among if p in known]
+        )
+        engines = [engine for engine in candidates if engine.up] or candidates
         policy = self._params.policy
         if not engines:
             plans: list[Plan] = []

@@ -172,16 +172,12 @@ class Steering:
     # -- Steer ----------------------------------------------------------------------------------
 
     async def choose(self, request: Inbound) -> Route:
-        """Raises RequestError 404 for an unknown model, 503 when no engine is up."""
+        """Raises RequestError 404 for an unknown model, 503 when no engine was ever reached."""
         ranks = self._serving(request.body.get("model"))
         prompt = await self._prompt(request)
         began = self._clock()
         ask = self._ask(request, ranks, prompt)
         decision = self._router.peek(ask, began, among=ranks)
-        if not decision.plans:
-            raise RequestError(
-                "no engine is up that serves this model", status=503, code="no_engine"
-            )
         if ask.unkeyed:
             self.fallbacks[ask.unkeyed] += 1
         route_id = request.id
