@@ -21,7 +21,8 @@ from kvatlas.core.layout import Group
 from kvatlas.core.records import Tier
 
 if TYPE_CHECKING:
-    from kvatlas.core.directory import Directory, Pool, _Slot
+    from kvatlas.core.directory import Directory, _Slot
+    from kvatlas.core.lanes import Pool
 
 RECENT_MAX = 4096  # names of blocks that just left: parents of what is still to be announced
 PENDING_MAX = 65_536  # claims that wait for the event that names their block

@@ -11,7 +11,6 @@ Soft state: everything here is rebuilt from the engines' events. Reading never c
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -20,13 +19,15 @@ import msgspec
 from kvatlas.core.claims import Applied, Claims
 from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvatlas.core.keys import Keyring
-from kvatlas.core.layout import Group, Layout
+from kvatlas.core.lanes import Pool
+from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher, Resume, Tier
 
 _LOWER_TIERS = (Tier.DRAM, Tier.DISK, Tier.OBJECT, Tier.PEER)
 _SWEEP_PER_APPLY = 2_000
 
 Book = dict[bytes, int]
+Steps = dict[int, int]  # block count → the publishers (bits) that get exactly so far
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -36,28 +37,6 @@ class Limits(msgspec.Struct, frozen=True):
     holders_max: int = 20_000_000
     holders_per_publisher_max: int = 2_000_000
     publishers_max: int = 4096
-
-
-class Lane(msgspec.Struct, frozen=True):
-    """One group of a layout, copies told apart by ``copy``."""
-
-    group: Group
-    copy: int
-    span: int | None  # grid blocks that must be held, ending at p; None: all of them
-    units: int  # of the group's own blocks inside one grid block
-
-
-class Pool:
-    """All publishers of one fingerprint: they share a layout and can be asked in one walk."""
-
-    def __init__(self, fingerprint: bytes, layout: Layout) -> None:
-        self.fingerprint = fingerprint
-        self.layout = layout
-        self.lanes = lanes_of(layout)
-        self.required = [i for i, lane in enumerate(self.lanes) if lane.group.required]
-        self.alive = 0
-        self.lower = 0  # publishers that announced anything below hbm
-        self.shared = 0  # publishers that announced the object tier, and so can load from it
 
 
 class _Slot:
@@ -276,27 +255,40 @@ class Directory:
 
         ``keys`` are the prompt's full grid blocks that may be resumed: leave out the block that
         holds the last token, because one token must be computed. Publishers that hold nothing of
-        it are left out. Ordered by tokens, longest first, then by name.
+        it are left out. Ordered by tokens, longest first, then by chain, then by registration.
         """
         pool = self._pools.get(fingerprint)
         if pool is None or not keys:
             return []
         near, far = self._chains(pool, keys)
-        grid = pool.layout.grid_tokens
-        resumes: list[Resume] = []
         hbm = self._deepest(pool, keys, near, (Tier.HBM,))
-        low = self._deepest(pool, keys, far, _LOWER_TIERS) if far else {}
-        for bit, blocks in near.items():
-            slot = self._by_bit.get(bit)
-            if slot is None:
-                continue
-            local = hbm.get(bit, 0)
-            end = max(local, low.get(bit, 0)) if local == blocks else local
-            chain = max(blocks, far.get(bit, 0))
-            if chain:
-                split = self._split(pool, keys, bit, local, end)
-                resumes.append(Resume(slot.publisher, end * grid, chain * grid, split))
-        resumes.sort(key=lambda r: (-r.tokens, -r.chain_tokens, r.publisher))
+        resumes = self._carried(pool, keys, near, hbm, far) if far else []
+        grid, by_bit = pool.layout.grid_tokens, self._by_bit
+        for end, blocks, holders in _stairs(near, hbm, _union(far)):
+            tokens, chain = end * grid, blocks * grid
+            split = (tokens,)
+            resumes += [
+                Resume(by_bit[bit].publisher, tokens, chain, split) for bit in _bits(holders)
+            ]
+        if far:
+            resumes.sort(key=lambda r: (-r.tokens, -r.chain_tokens))
+        return resumes
+
+    def _carried(
+        self, pool: Pool, keys: Sequence[bytes], near: Steps, hbm: Steps, far: Steps
+    ) -> list[Resume]:
+        """Those whose chain goes on, or could go on, in lower tiers."""
+        low = _by_publisher(self._deepest(pool, keys, far, _LOWER_TIERS))
+        local, chain = _by_publisher(hbm), _by_publisher(near)
+        grid = pool.layout.grid_tokens
+        resumes = []
+        for bit, blocks in _by_publisher(far).items():
+            held = local.get(bit, 0)
+            end = max(held, low.get(bit, 0)) if held == chain.get(bit, 0) else held
+            if blocks:
+                split = self._split(pool, keys, bit, held, end)
+                publisher = self._by_bit[bit].publisher
+                resumes.append(Resume(publisher, end * grid, blocks * grid, split))
         return resumes
 
     def _split(
@@ -316,42 +308,39 @@ class Directory:
             split[tier] += grid
         return tuple(split)
 
-    def _chains(self, pool: Pool, keys: Sequence[bytes]) -> tuple[dict[int, int], dict[int, int]]:
-        """Blocks of unbroken chain per publisher bit: in hbm, and carried on by lower tiers.
+    def _chains(self, pool: Pool, keys: Sequence[bytes]) -> tuple[Steps, Steps]:
+        """Blocks of unbroken chain: in hbm, and for some publishers carried on by lower tiers.
 
         An engine first takes its local hit, then its connector continues from there: so the
         lower tiers count only from the end of the hbm chain on, and must be unbroken themselves.
         """
         chains = [i for i in pool.required if pool.lanes[i].span is None]
         books = [self._books[lane][Tier.HBM] for lane in chains]
-        near: dict[int, int] = {}
-        far: dict[int, int] = {}
+        near: Steps = {}
+        far: Steps = {}
         active, lower = pool.alive, 0
-        last = -1
-        if len(books) == 1:
-            masks: Iterable[int] = map(books[0].get, keys, itertools.repeat(0))
-        else:
-            masks = _all_of(books, keys)
+        last: int | None = -1
+        masks: Iterable[int | None] = (
+            map(books[0].get, keys) if len(books) == 1 else _all_of(books, keys)
+        )
         for index, mask in enumerate(masks):
             if mask is not last:
                 last = mask
-                lost = active & ~mask
+                lost = active & ~mask if mask else active
                 if lost:
                     active ^= lost
+                    near[index] = lost
                     lower |= lost & (pool.lower | pool.shared)
-                    for bit in _bits(lost if index else lower):
-                        near[bit] = index
             if lower:
                 kept = self._lower_mask(pool, chains, keys[index]) & lower
-                for bit in _bits(lower & ~kept):
-                    far[bit] = index
-                lower = kept
-            if not active and not lower:
+                if kept != lower:
+                    far[index] = lower & ~kept
+                    lower = kept
+            elif not active:
                 return near, far
-        for bit in _bits(active):
-            near[bit] = len(keys)
-        for bit in _bits(lower):
-            far[bit] = len(keys)
+        for steps, rest in ((near, active), (far, lower)):
+            if rest:
+                steps[len(keys)] = rest
         return near, far
 
     def _lower_mask(self, pool: Pool, lanes: Sequence[int], key: bytes) -> int:
@@ -368,31 +357,29 @@ class Directory:
         return result
 
     def _deepest(
-        self, pool: Pool, keys: Sequence[bytes], chains: dict[int, int], tiers: Sequence[Tier]
-    ) -> dict[int, int]:
-        """Per publisher bit the deepest block count at which all windowed lanes are held too."""
+        self, pool: Pool, keys: Sequence[bytes], chains: Steps, tiers: Sequence[Tier]
+    ) -> Steps:
+        """The deepest block count at which all windowed lanes are held too."""
         windows = [(i, pool.lanes[i].span) for i in pool.required if pool.lanes[i].span]
         if not windows:
             return chains
         short = [i for i, span in windows if span == 1]
         long = [(i, span) for i, span in windows if span is not None and span > 1]
-        buckets: dict[int, int] = {}
-        for bit, blocks in chains.items():
-            if blocks:
-                buckets[blocks] = buckets.get(blocks, 0) | bit
-        deepest: dict[int, int] = {}
-        eligible, position = 0, max(buckets, default=0)
+        waiting = dict(chains)
+        deepest: Steps = {}
+        eligible, position = 0, max(waiting, default=0)
         while position > 0:
-            eligible |= buckets.pop(position, 0)
+            eligible |= waiting.pop(position, 0)
             held = self._held(pool, short, keys[position - 1], tiers, eligible)
-            for bit in _bits(held):
+            eligible ^= held
+            for bit in _bits(held) if long else ():
                 hole = self._hole(pool, long, keys, position, tiers=tiers, bit=bit)
-                if hole is None:
-                    deepest[bit] = position
-                elif hole:
-                    buckets[hole] = buckets.get(hole, 0) | bit
-                eligible &= ~bit
-            position = position - 1 if eligible else max(buckets, default=0)
+                if hole is not None:
+                    held ^= bit
+                    waiting[hole] = waiting.get(hole, 0) | bit
+            if held:
+                deepest[position] = held
+            position = position - 1 if eligible else max(waiting, default=0)
         return deepest
 
     def _held(
@@ -467,22 +454,41 @@ class Directory:
         return total.hexdigest()
 
 
-def lanes_of(layout: Layout) -> list[Lane]:
-    """The lanes of a layout: its groups in order, copies unrolled."""
-    grid = layout.grid_tokens
-    return [
-        Lane(group=group, copy=copy, span=group.span(grid), units=group.units(grid))
-        for group in layout.groups
-        for copy in range(group.copies)
-    ]
-
-
 def _all_of(books: Sequence[Book], keys: Sequence[bytes]) -> Iterator[int]:
     for key in keys:
         mask = -1
         for book in books:
             mask &= book.get(key, 0)
         yield mask
+
+
+def _stairs(near: Steps, deepest: Steps, without: int) -> list[tuple[int, int, int]]:
+    """(blocks that can be resumed, blocks of chain, publishers), the deepest first."""
+    stairs: list[tuple[int, int, int]] = []
+    for blocks, mask in near.items():
+        holders = mask & ~without if blocks else 0
+        if deepest is near:
+            stairs.append((blocks, blocks, holders))
+            continue
+        for end, having in deepest.items():
+            both = holders & having
+            if both:
+                stairs.append((end, blocks, both))
+                holders ^= both
+        stairs.append((0, blocks, holders))
+    stairs.sort(key=lambda stair: stair[:2], reverse=True)
+    return stairs
+
+
+def _union(steps: Steps) -> int:
+    result = 0
+    for mask in steps.values():
+        result |= mask
+    return result
+
+
+def _by_publisher(steps: Steps) -> dict[int, int]:
+    return {bit: blocks for blocks, mask in steps.items() for bit in _bits(mask)}
 
 
 def _bits(mask: int) -> Iterator[int]:
