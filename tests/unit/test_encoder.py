@@ -6,13 +6,12 @@ import importlib.util
 import json
 from array import array
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from kvatlas.errors import ConfigError
 from kvatlas.service import encoder as module
@@ -31,8 +30,9 @@ CORPUS = [
 ] * 5
 
 
-def train(directory: Path, *, split: bool, config: dict[str, Any] | None = None) -> Path:
-    """A byte-level BPE; ``split``: by a regex of its own, else by GPT-2's."""
+def train(directory: Path, *, split: bool, start: bool = False) -> Path:
+    """A byte-level BPE; ``split``: by a regex of its own, else by GPT-2's; ``start``: plain text
+    gets a start token."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     levels: list[pre_tokenizers.PreTokenizer] = [
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)
@@ -49,10 +49,12 @@ def train(directory: Path, *, split: bool, config: dict[str, Any] | None = None)
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_tokens(["<tool>", "</tool>"])
+    if start:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{START} $A", special_tokens=[(START, 0)]
+        )
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    if config is not None:
-        (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     return directory
 
 
@@ -140,15 +142,26 @@ def test_only_new_text_leaves_the_event_loop(slow: Encoder) -> None:
     assert not slow.quick(turns + "n" * 3000)
 
 
-def test_start_and_end_tokens_as_transformers_sets_them(tmp_path: Path) -> None:
-    config = {"bos_token": START, "eos_token": {"content": END}, "add_bos_token": True}
-    first = Encoder.load(train(tmp_path / "a", split=True, config=config), 1 << 20)
-    plain = ids(first.encode("hello", False))
-    assert ids(first.encode("hello", True)) == [0, *plain]
-    assert ids(first.encode(f"{START}hello", False)).count(0) == 1
-    config |= {"add_bos_token": False, "add_eos_token": True}
-    second = Encoder.load(train(tmp_path / "b", split=True, config=config), 1 << 20)
-    assert ids(second.encode("hello", True)) == [*plain, 2]
+def test_start_token_comes_from_tokenizer_json_alone(tmp_path: Path) -> None:
+    """transformers 5 does not heed add_bos_token where there is a tokenizer.json."""
+    config = json.dumps({"bos_token": START, "add_bos_token": False})
+    for start in (True, False):
+        directory = train(tmp_path / str(start), split=True, start=start)
+        (directory / "tokenizer_config.json").write_text(config, "utf-8")
+        for loaded in (Encoder.load(directory, 1 << 20), load_slow(directory)):
+            plain = ids(loaded.encode("hello", False))
+            assert ids(loaded.encode("hello", True)) == [0] * start + plain
+            assert ids(loaded.encode(f"{START}hello", False)) == [0, *plain]
+
+
+def test_special_tokens_that_only_the_config_names(tmp_path: Path) -> None:
+    train(tmp_path, split=True)
+    before = ids(Encoder.load(tmp_path, 1 << 20).encode("a[PAD]b", False))
+    config = {"pad_token": {"content": "[PAD]"}, "eos_token": END}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    for loaded in (Encoder.load(tmp_path, 1 << 20), load_slow(tmp_path)):
+        after = ids(loaded.encode("a[PAD]b", False))
+        assert (len(before), len(after)) == (7, 3)
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:

@@ -85,8 +85,9 @@ async def answers(tokens: object) -> object:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The template renders the start token itself; plain text gets it from the tokenizer."""
-    config = {"bos_token": START, "eos_token": END, "add_bos_token": True}
-    directory = train(tmp_path_factory.mktemp("model"), split=True, config=config)
+    directory = train(tmp_path_factory.mktemp("model"), split=True, start=True)
+    config = {"bos_token": START, "eos_token": END}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     (directory / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
     return directory
 

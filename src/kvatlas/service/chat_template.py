@@ -30,6 +30,7 @@ from kvatlas.service.chat_messages import (
     dump_tools,
     template_kwargs,
 )
+from kvatlas.service.model_files import read_json, read_text, special_tokens
 
 
 class ChatTemplate:
@@ -55,11 +56,10 @@ class ChatTemplate:
 
         Raises ConfigError when a file is there but cannot be read or parsed.
         """
-        config = _read_json(model_dir / "tokenizer_config.json")
-        tokens = _special_tokens(_read_json(model_dir / "special_tokens_map.json"))
-        tokens |= _special_tokens(config)
+        config = read_json(model_dir / "tokenizer_config.json")
+        tokens = special_tokens(model_dir)
         if override:
-            return cls({"default": _read_text(Path(override))}, tokens)
+            return cls({"default": read_text(Path(override))}, tokens)
         refusal = _not_by_template(model_dir)
         return cls({} if refusal else _find_templates(model_dir, config), tokens, refusal)
 
@@ -280,21 +280,12 @@ def _name_of(target: nodes.Node) -> str:
 
 # --- files ---------------------------------------------------------------------------------------
 
-_NAMED = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 # Model types whose chats vLLM and SGLang render by a program, not by the repository's template.
 _OWN_PROGRAM = ("deepseek_v32", "deepseek_v4", "gpt_oss", "kimi_k3", "kimi_audio", "inkling")
 
 
 def _not_by_template(model_dir: Path) -> str:
-    model_type = _read_json(model_dir / "config.json").get("model_type")
+    model_type = read_json(model_dir / "config.json").get("model_type")
     if isinstance(model_type, str) and model_type.startswith(_OWN_PROGRAM):
         return f"{model_type} chats are rendered by a program of the engine"
     if (model_dir / "tekken.json").exists():
@@ -311,40 +302,9 @@ def _find_templates(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
         found |= {entry["name"]: entry["template"] for entry in inside}
     files = {"default": model_dir / "chat_template.jinja"}
     files |= {path.stem: path for path in model_dir.glob("additional_chat_templates/*.jinja")}
-    found |= {name: _read_text(path) for name, path in files.items() if path.exists()}
-    processor = _read_json(model_dir / "chat_template.json").get("chat_template")
+    found |= {name: read_text(path) for name, path in files.items() if path.exists()}
+    processor = read_json(model_dir / "chat_template.json").get("chat_template")
     if isinstance(processor, str) and not files["default"].exists():
         found["processor"] = processor
         found.setdefault("default", processor)
     return found
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    tokens: dict[str, str] = {}
-    for name in _NAMED:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """{} where there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(_read_text(path))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must be a JSON object")
-    return value

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from kvatlas.errors import ConfigError
+from kvatlas.service.model_files import read_text, special_tokens
 
 try:
     import fastokens
@@ -59,16 +60,17 @@ class Encoder:
         """
         path = model_dir / "tokenizer.json"
         try:
-            definition = path.read_text("utf-8")
-            config_path = model_dir / "tokenizer_config.json"
-            config = json.loads(config_path.read_text("utf-8")) if config_path.exists() else {}
-            added = json.loads(definition).get("added_tokens") or []
+            definition = read_text(path)
             reference = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # tokenizers raises plain Exception
             raise ConfigError(f"{path}: cannot be used as a tokenizer: {error}") from error
+        named = special_tokens(model_dir).values()
+        known = {token.content for token in reference.get_added_tokens_decoder().values()}
+        # transformers adds the special tokens of the config that tokenizer.json does not have.
+        reference.add_special_tokens([token for token in named if token not in known])
+        added = json.loads(reference.to_str())["added_tokens"]
         reference.no_truncation()
         reference.no_padding()
-        _set_start_and_end(reference, config)
         contents = tuple(token["content"] for token in added)
         fast, note = _try_fastokens(reference, contents, cache_bytes)
         return cls(fast or _Tokenizers(reference, added, cache_bytes), note, contents)
@@ -214,27 +216,6 @@ def _start_and_end(tokenizer: tokenizers.Tokenizer) -> tuple[bytes, bytes]:
     framed = _ids(tokenizer, "x", True)
     at = framed.find(bare)
     return framed[:at], framed[at + len(bare) :]
-
-
-def _set_start_and_end(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """add_bos_token and add_eos_token of tokenizer_config.json override tokenizer.json, as in
-    transformers 5 (`TokenizersBackend.update_post_processor`)."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    special: list[tuple[str, int]] = []
-    single = "$A:0"
-    for name, form in (("bos", "{0}:0 {1}"), ("eos", "{1} {0}:0")):
-        token = config.get(f"{name}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(token, str) or not config.get(f"add_{name}_token"):
-            continue
-        token_id = tokenizer.token_to_id(token)
-        if token_id is not None:
-            single = form.format(token, single)
-            special.append((token, token_id))
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single=single, pair=f"{single} $B:1", special_tokens=special
-    )
 
 
 _TRICKY = (
