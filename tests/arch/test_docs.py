@@ -60,6 +60,16 @@ def test_the_example_loads_and_shows_every_key_with_its_default() -> None:
             assert getattr(loaded, name) == table()
 
 
+def test_the_configurations_in_pages_load(tmp_path: Path) -> None:
+    found = 0
+    for page in pages():
+        for block in re.findall(r"(?ms)^```toml\n(.*?)^```", page.read_text("utf-8")):
+            (tmp_path / "kvatlas.toml").write_text(block)
+            assert config.load(tmp_path / "kvatlas.toml").worker, shown(page)
+            found += 1
+    assert found >= 2
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 
