@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvatlas.core.cost import EngineCost, Line
+from kvatlas.core.cost import EngineCost, Line, PoolCost
 from kvatlas.core.layout import Group, Layout, plain
 from kvatlas.core.records import Publisher, Resume, Tier
 from kvatlas.core.router import Ask, Decision, Params, Router
@@ -153,19 +153,34 @@ def test_peek_changes_nothing_and_removal_frees_the_books() -> None:
 
 
 def test_estimates_follow_what_is_measured() -> None:
-    cost = EngineCost(plain(BLOCK), RATE)
+    cost = EngineCost(PoolCost(plain(BLOCK), RATE))
     assert cost.recompute_s(0, 2048) == pytest.approx(2.05, abs=0.01)
     for _ in range(60):
         for tokens in (500, 2000, 4000):
             cost.observe_prefill(0, tokens, 0.02 + tokens / 8000)
     assert cost.recompute_s(0, 2048) == pytest.approx(0.02 + 2048 / 8000, rel=0.02)
-    assert cost.prefill.spread < 0.05
+    assert cost.pool.prefill.spread < 0.05
     for _ in range(60):
         cost.observe_load(Tier.DRAM, 0, 0.004)
     assert cost.load_s((0, 0, 0, 0, 0)) == 0.0
     cost.observe_prefill(0, 100, float("nan"))
     cost.observe_prefill(0, 100, -1.0)
-    assert cost.prefill.count == 180
+    assert cost.pool.prefill.count == 180
+
+
+def test_engines_of_a_pool_learn_from_each_other_and_slow_ones_stand_out() -> None:
+    pool = PoolCost(plain(BLOCK), RATE)
+    fast, slow, new = EngineCost(pool), EngineCost(pool), EngineCost(pool)
+    for _ in range(100):
+        fast.observe_prefill(0, 2000, 0.5)
+        slow.observe_prefill(0, 2000, 1.0)
+    assert new.recompute_s(0, 2000) == pytest.approx(0.75, rel=0.1)
+    assert fast.recompute_s(0, 2000) == pytest.approx(0.55, rel=0.1)
+    assert slow.recompute_s(0, 2000) == pytest.approx(0.95, rel=0.1)
+    fast.observe_prefill(0, 2000, 50.0)  # one hiccup is not believed for good
+    for _ in range(100):
+        fast.observe_prefill(0, 2000, 0.5)
+    assert fast.recompute_s(0, 2000) < 0.8
 
 
 def test_line_never_goes_below_zero() -> None:

@@ -19,6 +19,8 @@ _PRIOR_WEIGHT = 4.0
 # Priors for a first load from each tier, bytes/s; replaced by what is measured.
 _PRIOR_BYTES_PER_S = {Tier.DRAM: 20e9, Tier.DISK: 3e9, Tier.OBJECT: 2e9, Tier.PEER: 5e9}
 _PRIOR_LATENCY_S = 0.005
+_FACTOR_PRIOR_S = 2.0  # seconds of agreement with the pool that an engine starts with
+_FACTOR_MAX = 8.0  # engines further apart than this do not belong in one pool
 _PRIOR_CROWD_S = 0.004  # decode slowed by one more request in flight, over one answer
 
 
@@ -99,10 +101,11 @@ class Price(msgspec.Struct, frozen=True):
         return self.ttft_s + self.crowd_s + self.charge_s
 
 
-class EngineCost:
-    """What one publisher's time is worth: prefill, load and crowding, as measured on it."""
+class PoolCost:
+    """What time is worth on engines of one fingerprint, as measured over all of them."""
 
     def __init__(self, layout: Layout, prefill_tokens_per_s: float) -> None:
+        """``prefill_tokens_per_s`` is the prior, until the first few answers."""
         self._compute = layout.compute or Compute(linear=1.0, attention=0.0)
         self._layout = layout
         self.grid_tokens = layout.grid_tokens
@@ -114,35 +117,63 @@ class EngineCost:
             for tier, rate in _PRIOR_BYTES_PER_S.items()
         }
 
-    def recompute_s(self, start: int, end: int) -> float:
-        """Seconds to prefill tokens start…end-1, attention included."""
-        return self.prefill.at(self._compute.prefill_flops(start, end))
+    def prefill_flops(self, start: int, end: int) -> float:
+        """Operations to compute tokens start…end-1 (tokens, where the model is not known)."""
+        return self._compute.prefill_flops(start, end)
 
     def load_bytes(self, tokens: int) -> int:
         """Bytes that a resume moves when ``tokens`` of it lie below hbm."""
         return self._layout.resume_bytes(tokens)
+
+
+class EngineCost:
+    """One engine among its equals: the pool's estimates times how much slower it proved to be.
+
+    The factor is drawn toward 1 by a prior of `_FACTOR_PRIOR_S`: otherwise one unlucky
+    measurement would keep requests, and so better measurements, away for good.
+    """
+
+    def __init__(self, pool: PoolCost) -> None:
+        self.pool = pool
+        self.grid_tokens = pool.grid_tokens
+        self._measured_s = self._predicted_s = _FACTOR_PRIOR_S
+
+    @property
+    def factor(self) -> float:
+        """Seconds here per second on the pool's average engine."""
+        return min(_FACTOR_MAX, max(1 / _FACTOR_MAX, self._measured_s / self._predicted_s))
+
+    def recompute_s(self, start: int, end: int) -> float:
+        """Seconds to prefill tokens start…end-1, attention included."""
+        return self.pool.prefill.at(self.pool.prefill_flops(start, end)) * self.factor
 
     def load_s(self, tier_tokens: tuple[int, ...]) -> float:
         """Seconds to load what a resume takes from below hbm; ``tier_tokens`` as in `Resume`."""
         total = 0.0
         for tier, tokens in enumerate(tier_tokens):
             if tier != Tier.HBM and tokens:
-                total += self.loads[Tier(tier)].at(self.load_bytes(tokens))
+                total += self.pool.loads[Tier(tier)].at(self.pool.load_bytes(tokens))
         return total
 
     def observe_prefill(self, start: int, end: int, seconds: float) -> None:
         """One request's own service time: first token minus when the engine could begin it."""
-        self.prefill.observe(self._compute.prefill_flops(start, end), seconds)
+        flops = self.pool.prefill_flops(start, end)
+        predicted = self.pool.prefill.at(flops)
+        if math.isfinite(seconds) and seconds >= 0:
+            prior = (1 - _DECAY) * _FACTOR_PRIOR_S
+            self._measured_s = _DECAY * self._measured_s + seconds + prior
+            self._predicted_s = _DECAY * self._predicted_s + predicted + prior
+        self.pool.prefill.observe(flops, seconds)
 
     def observe_load(self, tier: Tier, tokens: int, seconds: float) -> None:
         """One request whose resume came from ``tier`` and took ``seconds`` beyond its prefill."""
-        self.loads[tier].observe(self.load_bytes(tokens), max(0.0, seconds))
+        self.pool.loads[tier].observe(self.pool.load_bytes(tokens), max(0.0, seconds))
 
     def observe_decode(self, in_flight: int, seconds: float) -> None:
         """One answer took ``seconds`` after its first token, among ``in_flight`` others."""
-        self.crowd.observe(float(in_flight), seconds)
+        self.pool.crowd.observe(float(in_flight), seconds)
 
     def crowd_s(self, in_flight: int) -> float:
         """Seconds that ``in_flight`` requests add to one more; never quite free, so that equal
         plans spread."""
-        return max(self.crowd.slope, _PRIOR_CROWD_S / 4) * in_flight
+        return max(self.pool.crowd.slope, _PRIOR_CROWD_S / 4) * in_flight

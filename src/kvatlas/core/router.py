@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from kvatlas.core.cost import EngineCost, Price
+from kvatlas.core.cost import EngineCost, PoolCost, Price
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher, Resume, Tier
 
@@ -112,6 +112,7 @@ class Router:
     def __init__(self, params: Params | None = None) -> None:
         self._params = params or Params()
         self._engines: dict[Publisher, _Engine] = {}
+        self._pools: dict[bytes, PoolCost] = {}
         self._free_bits: list[int] = []
         self._flights: dict[str, _Flight] = {}
         self._sequence = 0
@@ -130,9 +131,11 @@ class Router:
         """A publisher that requests may be sent to. Known already: nothing happens."""
         if publisher in self._engines:
             return
-        cost = EngineCost(layout, self._params.prefill_tokens_per_s)
+        pool = self._pools.get(fingerprint)
+        if pool is None:
+            pool = self._pools[fingerprint] = PoolCost(layout, self._params.prefill_tokens_per_s)
         bit = self._free_bits.pop() if self._free_bits else 1 << len(self._engines)
-        engine = _Engine(publisher, bit, fingerprint, cost)
+        engine = _Engine(publisher, bit, fingerprint, EngineCost(pool))
         engine.windowed = any(g.required and g.window_tokens for g in layout.groups)
         self._engines[publisher] = engine
 
@@ -147,6 +150,8 @@ class Router:
                 if flight.engine is engine:
                     flight.keys = ()
             self._free_bits.append(engine.bit)
+            if all(e.fingerprint != engine.fingerprint for e in self._engines.values()):
+                del self._pools[engine.fingerprint]
 
     def set_up(self, publisher: Publisher, up: bool) -> None:
         """Health as polled: an engine that is down is no candidate."""
@@ -193,8 +198,7 @@ class Router:
         elif policy == "round_robin":
             plans = [self._plan(ask, e, now) for e in self._rotation(engines)]
         elif policy == "least_load" or ask.unkeyed:
-            near = heapq.nsmallest(IDLE_MAX, engines, key=_idleness(now))
-            plans = [self._plan(ask, e, now) for e in near]
+            plans = [self._plan(ask, e, now) for e in _idlest(engines, now)]
         else:
             plans = self._priced(ask, engines, now)
         return Decision(
@@ -208,7 +212,7 @@ class Router:
         resumes = {r.publisher: r for r in ask.resumes}
         expected = self._expected_tokens(ask, resumes) if self._expected else {}
         allowed = {e.publisher: e for e in engines}
-        total = sum(e.load() for e in engines) + 1
+        total = sum([e.in_flight + e.foreign for e in engines]) + 1
         share = max(FAIR_SHARE_FLOOR, math.ceil(FAIR_SHARE * total / len(engines)))
         held = (r.publisher for r in ask.resumes if r.tokens)
         coming = sorted(expected, key=lambda p: -expected[p])
@@ -216,7 +220,7 @@ class Router:
         for deepest_first in (held, coming):
             for engine in _with_room(deepest_first, allowed, share):
                 candidates[engine.publisher] = engine
-        for engine in heapq.nsmallest(IDLE_MAX, engines, key=_idleness(now)):
+        for engine in _idlest(engines, now):
             candidates[engine.publisher] = engine
         plans = [
             self._plan(
@@ -280,10 +284,13 @@ class Router:
         """
         result: dict[Publisher, int] = {}
         for fingerprint, keys in ask.keys.items():
-            if not keys:
+            coming = 0  # engines that compute any of it right now: mostly none
+            for key in keys:
+                coming |= self._expected.get(key, 0)
+            if not coming:
                 continue
             for engine in self._engines.values():
-                if engine.fingerprint != fingerprint:
+                if not coming & engine.bit or engine.fingerprint != fingerprint:
                     continue
                 grid = engine.cost.grid_tokens
                 resume = resumes.get(engine.publisher)
@@ -384,13 +391,13 @@ class Router:
                 table.pop(key, None)
 
 
-def _idleness(now: float) -> Callable[[_Engine], tuple[float, int, int]]:
-    """Least loaded first: the shortest queue, then the fewest requests, then by rotation."""
-
-    def key(engine: _Engine) -> tuple[float, int, int]:
-        return max(0.0, engine.free_at - now), engine.load(), engine.chosen
-
-    return key
+def _idlest(engines: Sequence[_Engine], now: float) -> list[_Engine]:
+    """The least loaded first: the shortest queue, then the fewest requests, then by rotation."""
+    ranks = [
+        (wait if (wait := e.free_at - now) > 0.0 else 0.0, e.in_flight + e.foreign, e.chosen, i)
+        for i, e in enumerate(engines)
+    ]
+    return [engines[rank[3]] for rank in heapq.nsmallest(IDLE_MAX, ranks)]
 
 
 def _with_room(
