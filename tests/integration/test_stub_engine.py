@@ -304,8 +304,6 @@ async def test_leaving_frees_what_the_request_held() -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "content"),
         ("/v1/embeddings", {"input": []}, 400, "input"),
         ("/tokenize", {}, 400, "prompt or messages"),
-        ("/nowhere", {}, 404, "Not Found"),
-        ("/health", {}, 405, "Method Not Allowed"),
         ("/stub/damage", {"group": 7}, 400, "groups 0 to 0"),
         ("/stub/fault", {"typo": 1}, 400, "unknown field `typo`"),
     ],
@@ -319,6 +317,15 @@ async def test_faults_of_the_client(
     assert said in fault["message"]
     assert fault["code"] == status
     assert (await small.complete("still well"))["usage"]["completion_tokens"] == 8
+
+
+async def test_other_paths_and_methods_are_answered_as_by_vllm(small: Rig) -> None:
+    nowhere = await small.post("/nowhere", {})
+    assert (nowhere.status, nowhere.json()) == (404, {"detail": "Not Found"})
+    method = await small.get("/v1/completions")
+    assert (method.status, method.json()) == (405, {"detail": "Method Not Allowed"})
+    model = await small.post("/v1/completions", {"prompt": "a", "model": "x"})
+    assert model.json()["error"]["param"] == "model"
 
 
 async def test_faults_that_tests_ask_for(small: Rig) -> None:
@@ -345,7 +352,9 @@ async def test_metrics_use_vllms_names(small: Rig) -> None:
     assert f"vllm:prefix_cache_hits_total{label} 32.0" in text
     assert f"vllm:num_requests_running{label} 0.0" in text
     assert f"vllm:kv_cache_usage_perc{label} 0.0" in text
-    assert 'vllm:cache_config_info{engine="0",block_size="16"' in text
+    assert 'vllm:cache_config_info{block_size="16"' in text
+    awake = '{engine="0",sleep_state="awake",model_name="plain"}'
+    assert f"vllm:engine_sleep_state{awake} 1.0" in text
     assert "process_start_time_seconds 1" in text
 
 

@@ -237,6 +237,7 @@ class StubEngine:
             "block_size": self._engine.layout.grid_tokens,
             "cache_dtype": self._engine.layout.kv_dtype or "auto",
             "enable_prefix_caching": True,
+            "engine": 0,
             "num_gpu_blocks": self._engine.spec.blocks,
         }
 

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from kvatlas.connectors.stub import Generation, StubEngine
+from kvatlas.connectors.stub_bodies import ChatForm, TextForm, metrics_text
 from kvatlas.connectors.stub_text import TextTokenizer, ids_of
 from kvatlas.errors import RequestError
 from kvatlas.service.http import Request
@@ -75,7 +76,8 @@ class StubApi:
             if handler is None:
                 known = request.path in self._paths
                 text, status = ("Method Not Allowed", 405) if known else ("Not Found", 404)
-                raise RequestError(text, status=status)
+                reply.send_json(status, {"detail": text})
+                return
             await handler(request, reply)
         except RequestError as problem:
             if reply.started:
@@ -103,12 +105,14 @@ class StubApi:
         elif isinstance(prompt, list) and all(isinstance(item, int) for item in prompt[:1]):
             tokens = ids_of(prompt)
         else:
-            raise RequestError("prompt: one text or one list of token ids is needed")
+            raise RequestError(
+                "prompt: one text or one list of token ids is needed", param="prompt"
+            )
         await self._answer(request, reply, self._question(body, tokens, chat=False))
 
     def _question(self, body: Mapping[str, object], tokens: bytes, *, chat: bool) -> Question:
         if body.get("n") not in (None, 1):
-            raise RequestError("n: this engine answers with one choice")
+            raise RequestError("n: this engine answers with one choice", param="n")
         if not tokens:
             raise RequestError("the prompt is empty")
         prompt_tokens = len(tokens) // 4
@@ -119,7 +123,9 @@ class StubApi:
             wanted = max(1, room) if chat else DEFAULT_OUTPUT_TOKENS
             wanted = min(wanted, self._engine.natural_output_tokens)
         if not isinstance(wanted, int) or wanted < 1:
-            raise RequestError("max_tokens: a whole number of at least 1 is needed")
+            raise RequestError(
+                "max_tokens: a whole number of at least 1 is needed", param="max_tokens"
+            )
         if wanted > room:
             raise RequestError(
                 f"This model's maximum context length is {self._engine.max_model_tokens} tokens. "
@@ -130,7 +136,9 @@ class StubApi:
         usage = isinstance(options, dict) and options.get("include_usage") is True
         salt = body.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise RequestError("cache_salt: a text of at least one character is needed")
+            raise RequestError(
+                "cache_salt: a text of at least one character is needed", param="cache_salt"
+            )
         return Question(
             chat=chat,
             tokens=tokens,
@@ -148,7 +156,7 @@ class StubApi:
             return ""
         if model in self._engine.adapters:
             return str(model)
-        raise RequestError(f"The model `{model}` does not exist.", status=404)
+        raise RequestError(f"The model `{model}` does not exist.", status=404, param="model")
 
     async def _answer(self, request: Request, reply: Reply, question: Question) -> None:
         faults = self._engine.faults
@@ -165,7 +173,7 @@ class StubApi:
         )
         prefix = "chatcmpl-" if question.chat else "cmpl-"
         answer_id = prefix + (request.header("x-request-id") or uuid.uuid4().hex)
-        form = (_ChatForm if question.chat else _TextForm)(answer_id, question.model)
+        form = (ChatForm if question.chat else TextForm)(answer_id, question.model)
         try:
             if question.stream:
                 await self._stream(reply, form, generation, include_usage=question.include_usage)
@@ -176,7 +184,7 @@ class StubApi:
             generation.close()
 
     async def _stream(
-        self, reply: Reply, form: _TextForm, generation: Generation, *, include_usage: bool
+        self, reply: Reply, form: TextForm, generation: Generation, *, include_usage: bool
     ) -> None:
         """Server-sent events, one per token, in vLLM's order."""
         cut_after, self._engine.faults.cut_after_tokens = (
@@ -209,11 +217,13 @@ class StubApi:
         )
         inputs = [given] if single else given
         if not isinstance(inputs, list) or not inputs:
-            raise RequestError("input: a text, a list of token ids, or a list of these is needed")
+            raise RequestError(
+                "input: a text, a list of token ids, or a list of these is needed", param="input"
+            )
         data, total = [], 0
         for index, item in enumerate(inputs):
             if not isinstance(item, str | list):
-                raise RequestError("input: a text or a list of token ids is needed")
+                raise RequestError("input: a text or a list of token ids is needed", param="input")
             tokens = (
                 self._tokenizer.encode(item, special=True)
                 if isinstance(item, str)
@@ -281,7 +291,7 @@ class StubApi:
         try:
             level = int(parse_qs(request.query).get("level", ["1"])[0])
         except ValueError as problem:
-            raise RequestError("level: 0, 1 or 2 is needed") from problem
+            raise RequestError("level: 0, 1 or 2 is needed", param="level") from problem
         self._engine.sleep()
         reply.send_json(200, {"status": "sleeping", "level": level})
 
@@ -307,7 +317,7 @@ class StubApi:
         """``{"group": 0}``: flip a byte of every cached block of that group."""
         group = parse_object(request.body).get("group")
         if not isinstance(group, int):
-            raise RequestError("group: the index of a group is needed")
+            raise RequestError("group: the index of a group is needed", param="group")
         reply.send_json(200, {"damaged_blocks": self._engine.damage(group)})
 
     async def _stub_events(self, request: Request, reply: Reply) -> None:
@@ -352,7 +362,7 @@ _ERROR_TYPES = {404: "NotFoundError", 500: "InternalServerError", 503: "ServiceU
 def _error(problem: RequestError) -> dict[str, object]:
     """OpenAI's envelope in vLLM's dress: the code is the status."""
     kind = _ERROR_TYPES.get(problem.status, "BadRequestError")
-    fault = {"message": str(problem), "type": kind, "param": None, "code": problem.status}
+    fault = {"message": str(problem), "type": kind, "param": problem.param, "code": problem.status}
     return {"error": fault}
 
 
@@ -360,144 +370,3 @@ def _embedding(tokens: bytes) -> list[float]:
     digest = hashlib.shake_128(tokens).digest(EMBEDDING_SIZE)
     norm = sum((byte - 127.5) ** 2 for byte in digest) ** 0.5
     return [(byte - 127.5) / norm for byte in digest]
-
-
-# --- bodies of an answer ------------------------------------------------------------------------
-
-
-class _TextForm:
-    """/v1/completions. The constant parts of a chunk are encoded once per request."""
-
-    chunk_object = "text_completion"
-
-    def __init__(self, answer_id: str, model: str) -> None:
-        self._id = answer_id
-        self._model = model
-        self._created = int(time.time())
-        head = {
-            "id": answer_id,
-            "object": self.chunk_object,
-            "created": self._created,
-            "model": model,
-        }
-        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
-
-    def opening(self) -> bytes:
-        return b""
-
-    def piece(self, text: str, *, last: bool = False) -> bytes:
-        choice = {
-            "index": 0,
-            "text": text,
-            "logprobs": None,
-            "finish_reason": "length" if last else None,
-            "stop_reason": None,
-            "prompt_token_ids": None,
-            "token_ids": None,
-        }
-        return self._head + _encode(choice) + b"]}\n\n"
-
-    def usage(self, generation: Generation) -> dict[str, object]:
-        made = generation.made_tokens
-        return {
-            "prompt_tokens": generation.prompt_tokens,
-            "total_tokens": generation.prompt_tokens + made,
-            "completion_tokens": made,
-            "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
-        }
-
-    def closing(self, generation: Generation) -> bytes:
-        return self._head + b'],"usage":' + _encode(self.usage(generation)) + b"}\n\n"
-
-    def whole(self, text: str, generation: Generation) -> dict[str, object]:
-        choice = {
-            "index": 0,
-            "text": text,
-            "logprobs": None,
-            "finish_reason": "length",
-            "stop_reason": None,
-            "prompt_logprobs": None,
-        }
-        return self._body("text_completion", choice, generation)
-
-    def _body(
-        self, kind: str, choice: dict[str, object], generation: Generation
-    ) -> dict[str, object]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "choices": [choice],
-            "usage": self.usage(generation),
-            "kv_transfer_params": None,
-        }
-
-
-class _ChatForm(_TextForm):
-    """/v1/chat/completions: a role chunk first, then one chunk per token."""
-
-    chunk_object = "chat.completion.chunk"
-
-    def opening(self) -> bytes:
-        choice = {
-            "index": 0,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        return self._head + _encode(choice) + b"]}\n\n"
-
-    def piece(self, text: str, *, last: bool = False) -> bytes:
-        choice: dict[str, object] = {
-            "index": 0,
-            "delta": {"content": text},
-            "logprobs": None,
-            "finish_reason": "length" if last else None,
-        }
-        if last:
-            choice["stop_reason"] = None
-        choice["token_ids"] = None
-        return self._head + _encode(choice) + b"]}\n\n"
-
-    def whole(self, text: str, generation: Generation) -> dict[str, object]:
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": text},
-            "logprobs": None,
-            "finish_reason": "length",
-            "stop_reason": None,
-        }
-        return self._body("chat.completion", choice, generation)
-
-
-# --- /metrics ------------------------------------------------------------------------------------
-
-
-def metrics_text(engine: StubEngine, started: float) -> str:
-    """Prometheus text under vLLM's names: those that a router reads."""
-    label = f'{{engine="0",model_name="{engine.model_name}"}}'
-    numbers = engine.numbers()
-    lines = []
-    for name, kind, value in (
-        ("vllm:num_requests_running", "gauge", numbers.running),
-        ("vllm:num_requests_waiting", "gauge", numbers.waiting),
-        ("vllm:kv_cache_usage_perc", "gauge", numbers.usage),
-        ("vllm:engine_sleep_state", "gauge", float(engine.sleeping)),
-        ("vllm:prefix_cache_queries_total", "counter", numbers.queried_tokens),
-        ("vllm:prefix_cache_hits_total", "counter", numbers.hit_tokens),
-        ("vllm:prompt_tokens_total", "counter", numbers.prompt_tokens),
-        ("vllm:generation_tokens_total", "counter", numbers.output_tokens),
-        ("vllm:request_success_total", "counter", numbers.finished),
-    ):
-        family = name.removesuffix("_total") if kind == "counter" else name
-        lines += [f"# TYPE {family} {kind}", f"{name}{label} {float(value)}"]
-    info = ",".join(f'{key}="{value}"' for key, value in engine.cache_info().items())
-    lines += [
-        "# TYPE vllm:cache_config_info gauge",
-        f'vllm:cache_config_info{{engine="0",{info}}} 1.0',
-        "# TYPE process_start_time_seconds gauge",
-        f"process_start_time_seconds {started}",
-        "",
-    ]
-    return "\n".join(lines)

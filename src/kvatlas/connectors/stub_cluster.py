@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Self
 
@@ -16,6 +17,8 @@ from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError
 from kvatlas.service.http_server import HttpServer
 from kvatlas.workload.engine import EngineSpec
+
+_RESTART_TRIES = 200  # two seconds
 
 
 class StubOptions(msgspec.Struct, frozen=True):
@@ -78,7 +81,7 @@ class _Running:
     async def start(self) -> None:
         """Raises ConfigError when a port is taken."""
         options, ports = self._options, self._ports
-        publisher = self._publisher() if options.events else None
+        publisher = await self._publisher() if options.events else None
         self.engine = StubEngine(
             options.layout,
             options.spec,
@@ -110,20 +113,26 @@ class _Running:
                 await self.engine.publisher.close()
         self._server = self.engine = None
 
-    def _publisher(self) -> EventPublisher:
+    async def _publisher(self) -> EventPublisher:
         options, ports = self._options, self._ports
-        try:
-            publisher = EventPublisher(
-                self._context,
-                options.host,
-                ports.events,
-                ports.replay,
-                form=options.event_format,
-                topic=options.topic,
-            )
-        except zmq.ZMQError as error:
-            where = f"{options.host}: ports {ports.events} and {ports.replay} for KV events"
-            raise ConfigError(f"{where}: {error}") from error
+        # ZMQ gives a closed socket's port back in its own thread, a moment later.
+        patience = _RESTART_TRIES if self.address.url else 1
+        for left in reversed(range(patience)):
+            try:
+                publisher = EventPublisher(
+                    self._context,
+                    options.host,
+                    ports.events,
+                    ports.replay,
+                    form=options.event_format,
+                    topic=options.topic,
+                )
+                break
+            except zmq.ZMQError as error:
+                if not left:
+                    where = f"{options.host}: ports {ports.events} and {ports.replay} for KV events"
+                    raise ConfigError(f"{where}: {error}") from error
+                await asyncio.sleep(0.01)
         publisher.start()
         return publisher
 
