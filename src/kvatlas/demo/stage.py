@@ -116,7 +116,7 @@ class Stage:
 async def _explain(url: str, request_id: str) -> str:
     client = HttpClient()
     try:
-        answer = await client.request("GET", f"{url}/explain/{request_id}")
+        answer = await client.request("GET", f"{url}/kvatlas/explain/{request_id}")
     finally:
         await client.close()
     if answer.status != 200:
