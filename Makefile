@@ -52,7 +52,7 @@ bench: setup  ## the figures of docs/benchmarks.md, as ratios in one run
 
 docs: setup  ## the documentation, into site/
 	@$(BIN)/pip install -q -e '.[docs]'
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove all that the other targets made
 	rm -rf .venv .venv-* .demo build dist site
