@@ -121,6 +121,16 @@ def test_clear_and_reset_touch_one_publisher(directory: Directory) -> None:
     assert directory.holders == 0
 
 
+def test_history_is_not_believed_before_it_has_caught_up(directory: Directory) -> None:
+    directory.believe(W1, False)
+    directory.apply(W1, [stored("A", "B")])
+    directory.apply(W1, [AllBlocksCleared(), stored("A")])
+    assert ask(directory, "A", "B") == {}
+    directory.believe(W1, True)
+    assert ask(directory, "A", "B") == {"w1": 1}
+    directory.believe(W3, True)  # not registered: nothing happens
+
+
 def test_scopes_and_adapters_do_not_meet(directory: Directory) -> None:
     salted = BlockStored((1,), None, span("A"), BLOCK, salt="x")
     adapted = BlockStored((2,), None, span("A"), BLOCK, adapter="lora")

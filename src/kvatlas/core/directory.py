@@ -47,7 +47,8 @@ class _Slot:
         self.bit = bit
         self.pool = pool
         self.holders = 0
-        self.muted = False
+        self.muted = False  # for the rest of this life
+        self.doubted = False  # until it has caught up
         self.claims: Claims
 
 
@@ -100,6 +101,7 @@ class Directory:
         if slot is not None and (slot.claims.touched or slot.muted):
             self._retire(slot)
             self._new_life(publisher, slot.pool)
+            self.believe(publisher, not slot.doubted)
 
     def publishers(self) -> list[Publisher]:
         """Registered publishers, sorted."""
@@ -191,6 +193,18 @@ class Directory:
         """
         slot.muted = True
         slot.pool.alive &= ~slot.bit
+
+    def believe(self, publisher: Publisher, believed: bool) -> None:
+        """While a publisher's history is being replayed its claims speak of the past: leave it
+        out of every answer until it has caught up."""
+        slot = self._slots.get(publisher)
+        if slot is None:
+            return
+        slot.doubted = not believed
+        if believed and not slot.muted:
+            slot.pool.alive |= slot.bit
+        else:
+            slot.pool.alive &= ~slot.bit
 
     def muted(self) -> list[Publisher]:
         """Publishers whose claims are not believed, sorted."""
