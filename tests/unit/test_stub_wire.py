@@ -21,7 +21,7 @@ def without_empty(payload: bytes) -> bytes:
     return msgspec.msgpack.encode([ts, [e for e in events if e.get("block_hashes") != []], rank])
 
 
-@pytest.mark.parametrize("name", ["gqa", "swa", "swa-64"])
+@pytest.mark.parametrize("name", ["gqa", "swa", "swa-256", "v4", "v4-dense"])
 def test_encoding_again_what_vllm_published_gives_vllms_bytes(name: str) -> None:
     with lzma.open(RECORDED / f"{name}.json.xz") as file:
         frames = json.load(file)["frames"]
