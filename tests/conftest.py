@@ -15,9 +15,8 @@ from hypothesis import settings
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
-settings.load_profile(
-    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if "CI" in os.environ else "dev")
-)
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if "CI" in os.environ else "dev")
+settings.load_profile(PROFILE)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -33,6 +32,16 @@ def shared_file() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """State machines name a number of examples that suits every day; at night it is ours."""
+    if PROFILE == "nightly":
+        for machine in {getattr(item, "cls", None) for item in items}:
+            if hasattr(machine, "settings"):
+                machine.settings = settings(
+                    machine.settings, max_examples=settings.default.max_examples
+                )
 
 
 def pytest_asyncio_loop_factories(

@@ -54,14 +54,18 @@ def public(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, Functi
                 yield from public(node.body, f"{prefix}{node.name}.")
 
 
-def constant_arguments(tree: ast.AST, callee: str, keyword: str = "") -> Iterator[str]:
-    """Literal text given to calls of ``callee``: by ``keyword``, or as the first argument."""
+def constant_arguments(tree: ast.AST, callee: str, argument: str | int) -> Iterator[str]:
+    """Literal text given to calls of ``callee`` by keyword or at a position."""
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        if not isinstance(node, ast.Call):
             continue
-        if node.func.id != callee:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        if name != callee:
             continue
-        given = [k.value for k in node.keywords if k.arg == keyword] if keyword else node.args[:1]
+        if isinstance(argument, int):
+            given = node.args[argument : argument + 1]
+        else:
+            given = [k.value for k in node.keywords if k.arg == argument]
         for value in given:
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 yield value.value
