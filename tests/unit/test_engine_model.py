@@ -190,6 +190,17 @@ def test_what_can_never_run_is_refused_with_the_reason(
     assert engine.digest() == before
 
 
+def test_a_full_queue_refuses_for_now_only() -> None:
+    engine = Engine(GQA, spec(max_waiting=2))
+    for n in range(2):
+        assert engine.handle(Arrive(str(n), ids(40), 1), 0.0) == ()
+    (refused,) = engine.handle(Arrive("2", ids(40), 1), 0.0)
+    assert isinstance(refused, Rejected)
+    assert refused.busy
+    drain(engine)
+    assert engine.handle(Arrive("2", ids(40), 1), 1.0) == ()
+
+
 def test_the_largest_request_that_fits_runs() -> None:
     engine = Engine(GQA, spec(blocks=4))
     engine.handle(Arrive("a", ids(100), 28), 0.0)

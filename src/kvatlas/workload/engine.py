@@ -40,7 +40,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """All parameters of one engine.
 
     ``blocks``: usable blocks of the pool. ``step_tokens``: tokens that one step may compute.
-    ``context_tokens``: longest prompt plus output. ``retention_tokens``: see `Pool`.
+    ``context_tokens``: longest prompt plus output. ``retention_tokens``: see `Pool`. More than
+    ``max_waiting`` waiting requests are refused.
 
     Time: either ``device`` (with ``devices`` of them working together in ``precision``, and
     ``weight_bytes`` read per step; 0 takes one byte per active parameter), or the two measured
@@ -51,6 +52,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
     blocks: int
     max_running: int = 256
+    max_waiting: int = 100_000
     step_tokens: int = 8192
     context_tokens: int = 1 << 20
     retention_tokens: int | None = 0
@@ -65,7 +67,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
     def check(self, layout: Layout) -> None:
         """Raises ConfigError naming the first field that cannot work with this layout."""
-        least = {"blocks": 1, "max_running": 1, "step_tokens": 1, "context_tokens": 2, "devices": 1}
+        least = {"blocks": 1, "max_running": 1, "max_waiting": 1, "step_tokens": 1}
+        least |= {"context_tokens": 2, "devices": 1}
         for field, bound in least.items():
             if getattr(self, field) < bound:
                 raise ConfigError(f"{field} is {getattr(self, field)}: give at least {bound}")
@@ -279,6 +282,8 @@ class Engine:
         reason = self._refusal(event)
         if reason:
             return (Rejected(event.id, reason),)
+        if len(self._waiting) >= self.spec.max_waiting:
+            return (Rejected(event.id, f"{len(self._waiting)} requests wait already", busy=True),)
         holding = self.pool.open(event.tokens, salt=event.salt, adapter=event.adapter)
         request = _Request(event, holding)
         self._requests[event.id] = request

@@ -167,7 +167,11 @@ class Pool:
             holding.first[slot.index] = 0 if slot.chain else count - len(blocks)
         holding.cached = hit.tokens
         holding.junction = hit.junction
-        return self.grow(holding, hit.tokens, upto)
+        grown = self.grow(holding, hit.tokens, upto)
+        assert grown, "room was checked above"
+        for slot in self.slots:
+            self._alias(slot, holding)
+        return True
 
     def grow(self, holding: Holding, computed: int, upto: int) -> bool:
         """Let go of what left the windows at ``computed``, then allocate up to ``upto``.
@@ -325,8 +329,7 @@ class Pool:
                 self._add(slot.index, key, index, holding)
             salted = bool(kept) and kept[0] == 0
             self._announce(slot, holding, keys, (start, end), size, salted=salted)
-            if slot.chain and size != self._hash_step:
-                self._alias(slot, holding)
+            self._alias(slot, holding)
 
     def _kept(self, slot: Slot, holding: Holding, start: int, end: int) -> list[int] | range:
         """Indices of the blocks in start…end-1 that some later resume could need."""
@@ -367,6 +370,8 @@ class Pool:
         sliding-window model can use it, but it is announced, and removed with the block.
         """
         step = self._hash_step
+        if not slot.chain or slot.block_tokens == step:
+            return
         position = (holding.prompt - 1) // step * step
         if not 0 < position <= holding.cached or position % slot.block_tokens == 0:
             return

@@ -73,10 +73,12 @@ class Produced(msgspec.Struct, frozen=True):
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """The request can never run here (longer than the whole pool, empty prompt)."""
+    """The request can never run here (longer than the whole pool, empty prompt), or, where
+    ``busy``, not now: too many wait already."""
 
     id: str
     reason: str
+    busy: bool = False
 
 
 class Published(msgspec.Struct, frozen=True):
