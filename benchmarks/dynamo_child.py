@@ -116,6 +116,20 @@ class Peer:
         self._prepare()
         for number, tokens in enumerate(self.tokens):
             await self._await_overlap(number, tokens)
+        await self._reserve()
+
+    async def _reserve(self) -> None:
+        for number in range(world.IN_FLIGHT):
+            tokens = world.ints(world.prompt(number, "miss"))
+            await self.service.create_reservation(
+                {
+                    "model_name": _MODEL,
+                    "selection_id": str(number),
+                    "worker_id": number % world.WORKERS,
+                    "dp_rank": 0,
+                    "token_ids": tokens,
+                }
+            )
 
     def _prepare(self) -> None:
         self.tokens = [world.ints(world.prompt(i)) for i in range(world.PROMPTS)]
@@ -160,6 +174,10 @@ class Peer:
             }
         )
 
+    async def hash_only(self, number: int) -> None:
+        """Token ids → hashes."""
+        self.hash(self.tokens[number])
+
     async def select(self, number: int) -> None:
         """Token ids → a worker, all inside the service."""
         await self.service.select({"model_name": _MODEL, "token_ids": self.tokens[number]})
@@ -171,6 +189,11 @@ class Peer:
     async def scores(self, number: int, match: str) -> None:
         """A lookup with its answer as a dict."""
         _ = self.tree.find_matches(self.hashes[match][number]).scores
+
+    def found(self, number: int, match: str) -> dict[str, int]:
+        """Matching blocks by worker number, to check that both sides know the same."""
+        scores = self.tree.find_matches(self.hashes[match][number]).scores
+        return {str(worker): blocks for (worker, _), blocks in scores.items()}
 
 
 async def _timed(call: Callable[..., Awaitable[None]], args: Sequence[Any]) -> list[int]:
@@ -186,12 +209,13 @@ async def _serve() -> None:
     peer = Peer()
     for line in sys.stdin:
         command = json.loads(line)
-        call = getattr(peer, command["call"])
+        call, args = getattr(peer, command["call"]), command["args"]
         if command["call"] == "fill":
-            await call()
-            answer: Any = {"resident_bytes": resident_bytes()}
+            answer: Any = await call()
+        elif command["call"] == "found":
+            answer = call(*args)
         else:
-            answer = await _timed(call, command["args"])
+            answer = await _timed(call, args)
         print(json.dumps(answer), flush=True)
 
 
