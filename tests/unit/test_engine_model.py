@@ -280,6 +280,25 @@ def test_a_prefill_is_bound_by_compute_and_a_decode_by_memory() -> None:
     assert slow.seconds([(0, 4096)]) == pytest.approx(time.seconds([(0, 4096)]) * 3)
 
 
+def test_a_larger_batch_touches_more_of_the_experts() -> None:
+    sparse = EngineSpec(
+        blocks=10, device=device("H200"), weight_bytes=20 * 10**9, step_overhead_s=0.0
+    )
+    time = StepTime(sparse, COMPUTED)
+    rate = 4.8e12 * 0.8
+    assert time.seconds([(0, 1)]) == pytest.approx(1e9 / rate)  # 1 of 20 is active
+    assert time.seconds([(0, 1)] * 2) == pytest.approx(1.95e9 / rate)
+    assert time.seconds([(0, 1)] * 500) == pytest.approx(20e9 / rate, rel=1e-6)
+
+
+def test_a_sparse_attention_reads_less_of_a_long_context() -> None:
+    capped = Compute(linear=2e9, attention=9e2, attended_max=1000, scoring=1e2)
+    layout = msgspec.structs.replace(COMPUTED, compute=capped)
+    time = StepTime(EngineSpec(blocks=9, device=device("H200"), step_overhead_s=0.0), layout)
+    read = 1e9 + 100 * (1000 + 0.1 * 9000)
+    assert time.seconds([(10_000, 10_001)]) == pytest.approx(read / (4.8e12 * 0.8))
+
+
 def test_the_overhead_is_paid_once_per_step() -> None:
     time = StepTime(spec(step_overhead_s=0.5), GQA)
     assert time.seconds([(0, 100)] * 3 + [(7, 8)] * 5) == pytest.approx(0.5 + 0.3 + 0.01)

@@ -43,9 +43,10 @@ class EngineSpec(msgspec.Struct, frozen=True):
     ``context_tokens``: longest prompt plus output. ``retention_tokens``: see `Pool`. More than
     ``max_waiting`` waiting requests are refused.
 
-    Time: either ``device`` (with ``devices`` of them working together in ``precision``, and
-    ``weight_bytes`` read per step; 0 takes one byte per active parameter), or the two measured
-    figures ``prefill_tokens_per_s`` and ``decode_step_s``, which win where both are given.
+    Time: either ``device`` (``devices`` of them working together in ``precision``, on a model of
+    ``weight_bytes`` in all, its inactive experts included; 0 means that every weight is active),
+    or the two measured figures ``prefill_tokens_per_s`` and ``decode_step_s``, which win where
+    both are given.
     ``step_overhead_s`` is the fixed cost of a step (an assumption until calibrated). All of it is
     multiplied by ``time_scale``; 0 makes every step instant.
     """
@@ -81,7 +82,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
                 raise ConfigError("give prefill_tokens_per_s (above 0) and decode_step_s together")
             if any(v is not None and not 0 <= v < float("inf") for v in measured):
                 raise ConfigError("prefill_tokens_per_s and decode_step_s must not be negative")
-        elif layout.compute is None:
+        elif layout.compute is None or layout.compute.linear <= 0:
             raise ConfigError(
                 f"the layout of {layout.model!r} has no compute figures: give "
                 "prefill_tokens_per_s and decode_step_s"
@@ -90,6 +91,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
             raise ConfigError("give a device, or prefill_tokens_per_s and decode_step_s")
         else:
             self.device.compute_rate(self.precision)
+
+
+_WEIGHT_WIDTH = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5}  # bytes per weight
 
 
 class StepTime:
@@ -109,16 +113,21 @@ class StepTime:
             self._flops = spec.device.compute_rate(spec.precision) * spec.devices
             self._bytes_per_s = spec.device.memory_rate() * spec.devices
             # Two operations per weight and token: half the linear FLOPs are the active weights.
-            self._weight_bytes = spec.weight_bytes or layout.compute.linear / 2
+            active = layout.compute.linear / 2 * _WEIGHT_WIDTH[spec.precision]
+            self._weight_bytes = max(active, spec.weight_bytes)
+            self._idle_share = 1 - active / self._weight_bytes
+            pair = layout.compute.attention + layout.compute.scoring
+            self._scored_share = layout.compute.scoring / pair if pair else 0.0
             self._bytes_per_token = layout.page_bytes_per_token()
             self._fixed_bytes = layout.resume_point_bytes()
 
     def seconds(self, work: list[tuple[int, int]]) -> float:
         """Duration of a step that computes tokens start…end-1 for each (start, end).
 
-        The larger of compute and memory time, plus the overhead. Memory: the weights once, and
-        for each request the state before ``start``, of which a sparse attention reads
-        ``attended_max`` tokens at most.
+        The larger of compute and memory time, plus the overhead. Memory: the weights that the
+        step's tokens touch, each token picking its experts independently, and each request's
+        state before ``start``; beyond ``attended_max`` tokens a sparse attention reads only the
+        share of it that scoring costs of a full pair.
         """
         if self._prefill_rate is not None:
             prefill = sum(end - start for start, end in work if end - start > 1)
@@ -127,11 +136,14 @@ class StepTime:
             return (seconds + self._overhead) * self._scale
         compute = self._compute
         flops = 0.0
-        read = float(self._weight_bytes)
+        tokens = sum(end - start for start, end in work)
+        read = self._weight_bytes * (1 - self._idle_share**tokens)
         cap = compute.attended_max
         for start, end in work:
             flops += compute.prefill_flops(start, end)
-            seen = start if cap is None or start < cap else cap
+            seen: float = start
+            if cap is not None and start > cap:
+                seen = cap + (start - cap) * self._scored_share
             read += seen * self._bytes_per_token + self._fixed_bytes
         seconds = max(flops / self._flops, read / self._bytes_per_s)
         return (seconds + self._overhead) * self._scale
