@@ -90,7 +90,9 @@ class Demo:
         self._console.print(scale.STORY)
         others = len(self._children)
         engines = scale.start(self._logs, self._children)
-        outcome = self._compare(engines, scale.SHAPE, scale.OUTPUT_TOKENS, keep=keep)
+        stage = Stage(engines, self._logs, self._children)
+        asyncio.run(stage.measure())
+        outcome = self._compare(stage, scale.SHAPE, scale.OUTPUT_TOKENS, keep=keep)
         stop_all(self._children[others:])
         return outcome
 
@@ -109,6 +111,8 @@ class Demo:
             self._console.rule("[bold]two vLLM engines, SmolLM2-135M-Instruct", align="left")
             self._console.print(real.STORY)
             engines = real.start(self._console, directory, self._logs, self._children)
+            stage = Stage(engines, self._logs, self._children)
+            pace = self._pace(stage)
         except NoEnginesError as error:
             if not with_scale:
                 raise
@@ -118,7 +122,9 @@ class Demo:
                 self._console.print("So the comparison at scale, which needs none.")
                 results["scale"] = self.scale(keep=self._keep)
             return results
-        results["real"] = self._compare(engines, real.SHAPE, real.OUTPUT_TOKENS, keep=self._keep)
+        results["real"] = self._compare(
+            stage, real.SHAPE, real.OUTPUT_TOKENS, pace=pace, keep=self._keep
+        )
         self._next_steps()
         return results
 
@@ -132,11 +138,24 @@ class Demo:
         child.start()
         return child
 
+    def _pace(self, stage: Stage) -> float:
+        with Waiting(self._console, "measure a cold prefill"):
+            rate = asyncio.run(stage.measure())
+        pace = real.pace(rate)
+        slower = f"; the chats are played {pace:.1f} times as slowly" if pace > 1.05 else ""
+        self._console.print(f"  Each engine computes {rate:,.0f} prompt tokens/s here{slower}.")
+        return pace
+
     def _compare(
-        self, engines: Engines, shape: Shape, output_tokens: int, *, keep: bool
+        self,
+        stage: Stage,
+        shape: Shape,
+        output_tokens: int,
+        *,
+        pace: float = 1.0,
+        keep: bool,
     ) -> Outcome:
         chats = generate(shape)
-        stage = Stage(engines, self._logs, self._children)
         runs = []
         for policy, name in ((BASELINE, "round robin"), (OURS, "kvatlas")):
             last = policy == OURS
@@ -147,6 +166,7 @@ class Demo:
                             policy,
                             chats,
                             output_tokens=output_tokens,
+                            pace=pace,
                             tick=waiting.step,
                             keep=keep and last,
                         )
@@ -158,7 +178,7 @@ class Demo:
         self._console.print("\nOne request of the second run, explained:")
         self._console.print(runs[-1].explained, markup=False, soft_wrap=True)
         if keep:
-            self._linger(engines, runs[-1].url)
+            self._linger(stage.engines, runs[-1].url)
         return Outcome(before=before, after=after, explained=runs[-1].explained)
 
     def _linger(self, engines: Engines, url: str) -> None:

@@ -21,9 +21,13 @@ OUTPUT_TOKENS = 16
 BLOCK_TOKENS = 32
 # bfloat16, 30 layers, 3 KV heads of 64: the model's KV state per token.
 KV_BYTES_PER_TOKEN = 2 * 2 * 30 * 3 * 64
-# One pool holds two of the four groups' chats (about 2,000 tokens each), not all four: the
+# One pool holds three of the four groups' chats (about 2,000 tokens each), not all four: the
 # engines together can keep everything once, but not twice.
-POOL_TOKENS = 5120
+POOL_TOKENS = 6144
+# What one core computes with nothing beside it. Slower machines get the chats at a slower pace:
+# the demo is about where requests go, not about an overload.
+USUAL_TOKENS_PER_S = 850.0
+PACE_MAX = 4.0
 SHAPE = Shape(
     sessions=8,
     groups=4,
@@ -41,6 +45,11 @@ STORY = (
 
 class NoEnginesError(EngineError):
     """vLLM cannot be installed or started on this machine."""
+
+
+def pace(prefill_tokens_per_s: float) -> float:
+    """How much longer than usual the pauses of the chats are to be."""
+    return min(PACE_MAX, max(1.0, USUAL_TOKENS_PER_S / prefill_tokens_per_s))
 
 
 def paths(directory: Path) -> tuple[Path, Path]:

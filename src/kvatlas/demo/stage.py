@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -54,15 +55,37 @@ class Stage:
     it runs, so that the caller can end them all, whatever happens."""
 
     def __init__(self, engines: Engines, directory: Path, children: list[Child]) -> None:
-        self._engines = engines
+        self.engines = engines
         self._directory = directory
         self._children = children
+        self._prefill_tokens_per_s = 8000.0
+
+    async def measure(self) -> float:
+        """Tokens per second that a cold prompt is computed at while every engine does the same.
+
+        The gateways that are started afterwards begin with this figure. Raises EngineError.
+        """
+        words = " ".join(f"{number * 7919 % 1000}" for number in range(400))
+        cold = [{"role": "user", "content": words}]
+        await self.empty_caches()  # the first request of an engine is slower: not that one
+        client = HttpClient()
+        try:
+            answers = await asyncio.gather(
+                *(
+                    ask(client, url, self.engines.model, cold, output_tokens=1)
+                    for url in self.engines.urls.values()
+                )
+            )
+        finally:
+            await client.close()
+        self._prefill_tokens_per_s = min(a.prompt_tokens / a.ttft_s for a in answers)
+        return self._prefill_tokens_per_s
 
     def serve(self, policy: str) -> Child:
         """Starts ``kvatlas serve`` with ``policy``; blocks until it is ready."""
         port = free_ports(1)[0]
         config = self._directory / f"{policy}.toml"
-        config.write_text(_config(self._engines, policy, port), "utf-8")
+        config.write_text(self._config(policy, port), "utf-8")
         gateway = Child(
             f"kvatlas ({policy})",
             [sys.executable, "-m", "kvatlas", "serve", "--config", str(config)],
@@ -81,7 +104,8 @@ class Stage:
         chats: Sequence[Chat],
         *,
         output_tokens: int,
-        tick: Callable[[], None],
+        pace: float = 1.0,
+        tick: Callable[[], None] = lambda: None,
         keep: bool = False,
     ) -> Played:
         """The chats on empty caches under one policy; its gateway is ended unless ``keep``."""
@@ -89,7 +113,12 @@ class Stage:
         gateway = self.serve(policy)
         started = time.monotonic()
         answers = await play(
-            gateway.url, self._engines.model, chats, output_tokens=output_tokens, tick=tick
+            gateway.url,
+            self.engines.model,
+            chats,
+            output_tokens=output_tokens,
+            pace=pace,
+            tick=tick,
         )
         wall_s = time.monotonic() - started
         best = max(answers, key=lambda a: a.cached_tokens)
@@ -103,14 +132,34 @@ class Stage:
         is gone only with its next step. Raises EngineError when an engine refuses."""
         client = HttpClient()
         try:
-            for name, url in self._engines.urls.items():
+            for name, url in self.engines.urls.items():
                 answer = await client.request("POST", url + "/reset_prefix_cache", timeout_s=30.0)
                 if answer.status != 200:
                     raise EngineError(f"{name}: cache reset refused with status {answer.status}")
                 hello = [{"role": "user", "content": "Hello"}]
-                await ask(client, url, self._engines.model, hello, output_tokens=1)
+                await ask(client, url, self.engines.model, hello, output_tokens=1)
         finally:
             await client.close()
+
+    def _config(self, policy: str, port: int) -> str:
+        lines = [
+            "[gateway]",
+            f"port = {port}",
+            "[router]",
+            f'policy = "{policy}"',
+            f"prefill_tokens_per_s = {self._prefill_tokens_per_s:.1f}",
+            "[tokenizer]",
+            f"path = {_quoted(self.engines.tokenizer)}",
+        ]
+        for name, url in self.engines.urls.items():
+            lines += [
+                "[[worker]]",
+                f'name = "{name}"',
+                f'url = "{url}"',
+                f'engine = "{self.engines.kind}"',
+                f"layout = {_quoted(self.engines.layout)}",
+            ]
+        return "\n".join(lines) + "\n"
 
 
 async def _explain(url: str, request_id: str) -> str:
@@ -122,26 +171,6 @@ async def _explain(url: str, request_id: str) -> str:
     if answer.status != 200:
         raise EngineError(f"{url}: explain {request_id}: status {answer.status}")
     return answer.body.decode("utf-8", "replace").rstrip()
-
-
-def _config(engines: Engines, policy: str, port: int) -> str:
-    lines = [
-        "[gateway]",
-        f"port = {port}",
-        "[router]",
-        f'policy = "{policy}"',
-        "[tokenizer]",
-        f"path = {_quoted(engines.tokenizer)}",
-    ]
-    for name, url in engines.urls.items():
-        lines += [
-            "[[worker]]",
-            f'name = "{name}"',
-            f'url = "{url}"',
-            f'engine = "{engines.kind}"',
-            f"layout = {_quoted(engines.layout)}",
-        ]
-    return "\n".join(lines) + "\n"
 
 
 def _quoted(text: str) -> str:
