@@ -197,7 +197,7 @@ class TestLocal:
 
         monkeypatch.setattr(encoder, "encode", spy)
         small = await local.prompt(COMPLETION, {"prompt": "fox " * 10})
-        large = await local.prompt(COMPLETION, {"prompt": "fox " * 50_000})
+        large = await local.prompt(COMPLETION, {"prompt": "fox " * 70_000})
         assert threads[0] == "MainThread"
         assert threads[1].startswith("tokenize")
         assert large.count > 1000 * small.count

@@ -153,7 +153,7 @@ def questions_for(
     params = template_kwargs(body)
     question: dict[str, Any] = {
         **model,
-        "messages": body.get("messages"),
+        "messages": _messages(body.get("messages")),
         "add_generation_prompt": params.pop("add_generation_prompt"),
         "continue_final_message": params.pop("continue_final_message"),
         "add_special_tokens": flag(body, "add_special_tokens", False),
@@ -162,6 +162,18 @@ def questions_for(
     if body.get("tools") is not None:
         question["tools"] = body["tools"]
     return [question]
+
+
+def _messages(messages: object) -> object:
+    """vLLM's chat endpoint takes reasoning_content for reasoning; its /tokenize does not."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {"reasoning": m["reasoning_content"]} | {k: v for k, v in m.items() if v is not None}
+        if isinstance(m, dict) and m.get("reasoning_content") is not None
+        else m
+        for m in messages
+    ]
 
 
 def difference(ours: bytes, engines: bytes) -> str:
