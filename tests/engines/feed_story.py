@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from real_engines import cached_tokens, complete
+from real_engines import READY_S, cached_tokens, complete, post
 
 from kvatlas.config import WorkerConfig
+from kvatlas.connectors.child import Child
 from kvatlas.core import layout
 from kvatlas.core.directory import Directory
 from kvatlas.core.keys import PUBLIC, Keyring, Scope
@@ -144,3 +145,29 @@ async def eviction(story: Story, pool_tokens: int) -> None:
     assert story.expected(old) == 0
     await story.ask(old)
     assert story.status.applied.unknown_removals == 0
+
+
+async def forgotten(story: Story, path: str) -> None:
+    """A POST to ``path`` drops the engine's prefix cache; its next step tells the directory."""
+    old = story.prompt(100)
+    await story.ask(old)
+    await asyncio.to_thread(post, story.config.url, path, {})
+    await story.ask(story.prompt(50))  # vLLM tells with its next step
+    await story.until(lambda: story.expected(old) == 0)
+    assert story.status.applied.cleared >= 1
+    await story.ask(old)
+
+
+async def restart(story: Story, engine: Child) -> None:
+    """The engine ends and starts anew: nothing that it held before is promised any more."""
+    old = story.prompt(100)
+    await story.ask(old)
+    await asyncio.to_thread(engine.stop)
+    await story.until(lambda: not story.worker.up)
+    engine.start()  # from this thread: it dies with it
+    await asyncio.to_thread(engine.wait_ready, READY_S)
+    await story.until(lambda: story.worker.up and story.feed.idle(story.publisher))
+    assert story.expected(old) == 0
+    assert story.status.epoch >= 1
+    await story.ask(old)
+    await story.ask(old)

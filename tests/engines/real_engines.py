@@ -46,7 +46,13 @@ def tiny_model() -> Path:
     return directory
 
 
-def vllm_engine(run_dir: Path, *, name: str = "vllm", args: Sequence[str] = ()) -> VllmEngine:
+def vllm_engine(
+    run_dir: Path,
+    *,
+    name: str = "vllm",
+    kv_cache_bytes: int = 64 << 20,
+    args: Sequence[str] = (),
+) -> VllmEngine:
     """A vLLM server with the tiny model, not started yet. Blocks of 32 tokens."""
     return VllmEngine(
         require("vllm"),
@@ -55,7 +61,7 @@ def vllm_engine(run_dir: Path, *, name: str = "vllm", args: Sequence[str] = ()) 
         port=free_ports(1)[0],
         log=run_dir / f"{name}.log",
         model_name=MODEL,
-        kv_cache_bytes=64 << 20,
+        kv_cache_bytes=kv_cache_bytes,
         args=args,
     )
 
@@ -66,7 +72,14 @@ class SglangEngine(Child):
     Its KV events, with replay, are on two TCP ports that `GET /server_info` tells.
     """
 
-    def __init__(self, run_dir: Path, *, name: str = "sglang", args: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        name: str = "sglang",
+        pool_tokens: int = 16384,
+        args: Sequence[str] = (),
+    ) -> None:
         venv = require("sglang")
         port, events, replay = free_ports(3)
         config = {
@@ -80,7 +93,7 @@ class SglangEngine(Child):
             *("--model-path", str(tiny_model()), "--served-model-name", MODEL),
             *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu"),
             *("--attention-backend", "torch_native", "--page-size", "16"),
-            *("--mem-fraction-static", "0.1", "--max-total-tokens", "16384"),
+            *("--mem-fraction-static", "0.1", "--max-total-tokens", str(pool_tokens)),
             *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"),
             *("--enable-cache-report", "--kv-events-config", json.dumps(config)),
             *args,
@@ -94,10 +107,6 @@ class SglangEngine(Child):
         }
         url = f"http://127.0.0.1:{port}"
         super().__init__(name, argv, log=run_dir / f"{name}.log", url=url, env=env)
-
-    def flush_cache(self) -> None:
-        """Drops its prefix cache."""
-        post(self.url, "/flush_cache", {})
 
 
 def post(url: str, path: str, body: dict[str, Any], timeout_s: float = 120.0) -> Any:

@@ -101,6 +101,7 @@ class Sequencer:
         self._last_ts = -math.inf  # of the batch applied last
         self._newest: tuple[int, float] | None = None  # (seq, ts) of the newest live batch
         self._dirty = False  # anything applied since the last Reset
+        self._behind = False
         self._waiting: dict[int, Batch] = {}
         self._waiting_bytes = 0
         self._running: _Running | None = None
@@ -114,6 +115,11 @@ class Sequencer:
     def replaying(self) -> bool:
         """Whether live batches wait for a replay to end."""
         return self._running is not None
+
+    @property
+    def behind(self) -> bool:
+        """Whether what was applied so far is history only: a run begun anew, not caught up yet."""
+        return self._running is not None and self._behind
 
     @property
     def next_seq(self) -> int | None:
@@ -167,6 +173,7 @@ class Sequencer:
                 effects = self._reset(f"replayed from batch {batch.seq} on")
                 self._next = batch.seq
                 running.progress = True
+                self._behind = True
                 return [*effects, *self._apply(batch)]
         if self._next is None or batch.seq < self._next:
             return []
@@ -191,6 +198,7 @@ class Sequencer:
         self._running = None
         effects = self._drain()
         if not self._missing():
+            self._behind = False
             return effects
         if running.progress or effects:
             return [*effects, *self._request(now)]
@@ -222,6 +230,7 @@ class Sequencer:
         effects = self._reset(reason)
         self._forget_waiting()
         self._running = None
+        self._behind = False
         self._rebuild_due = None
         if self._newest is not None:
             self._next = self._floor = self._newest[0] + 1
@@ -288,6 +297,7 @@ class Sequencer:
         effects = self._reset(reason)
         self._forget_waiting()
         self._running = None
+        self._behind = False
         self._next = None
         self._newest = None
         self._floor = 0
@@ -339,6 +349,7 @@ class Sequencer:
             self._schedule(now + wait, attempt=attempt, rebuild=rebuild)
             return []
         self._running = None
+        self._behind = False
         self.counters.replays_failed += 1
         self._no_replay_until = now + self._limits.give_up_s
         effects = self._drain()

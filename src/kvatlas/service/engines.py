@@ -247,7 +247,11 @@ class _Watch:
             return
         old = worker.publishers() if before else []
         worker.description = told
-        self._listener.described(worker)
+        try:
+            self._listener.described(worker)
+        except Exception:
+            worker.description = before  # so that it is told again at the next look
+            raise
         self.forget([publisher for publisher in old if publisher not in worker.publishers()])
         if before is not None and before.life != told.life:
             self._restarted("its own account of its start changed")

@@ -59,6 +59,8 @@ class Claims(Protocol):
 
     def reset(self, publisher: Publisher) -> None: ...
 
+    def believe(self, publisher: Publisher, believed: bool) -> None: ...
+
 
 class FeedStatus(msgspec.Struct):
     """One publisher's stream, as plain numbers. Live: read it, do not keep it."""
@@ -200,6 +202,7 @@ class _Stream:
         self._monitor: zmq.Socket[bytes] | None = None
         self._dealer: zmq.Socket[bytes] | None = None
         self._token = 0
+        self._believed = True
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
         self._reopen: asyncio.TimerHandle | None = None
@@ -239,6 +242,7 @@ class _Stream:
         self.closed = True
         self.status.connected = False
         self._backlog.clear()
+        self._believe(True)
         for handle in (self._timer, self._reopen):
             if handle is not None:
                 handle.cancel()
@@ -338,6 +342,8 @@ class _Stream:
     # -- effects --------------------------------------------------------------------------------
 
     def _perform(self, effects: list[Effect]) -> None:
+        if self._sequencer.behind:
+            self._believe(False)
         for effect in effects:
             if isinstance(effect, Apply):
                 self._backlog.extend(effect.batch.events)
@@ -349,6 +355,8 @@ class _Stream:
                 self._open_dealer(effect)
         if self._backlog:
             self._feed._wake(self)
+        elif not self._sequencer.behind:
+            self._believe(True)
         self._arm()
 
     def _apply(self) -> None:
@@ -362,8 +370,14 @@ class _Stream:
         applied = self._feed._claims.apply(self._publisher, chunk)
         self.status.events += len(chunk)
         self.status.applied.add(applied)
-        if applied.orphans:
-            self._perform(self._sequencer.orphaned(self._loop.time()))
+        effects = self._sequencer.orphaned(self._loop.time()) if applied.orphans else []
+        self._perform(effects)
+
+    def _believe(self, believed: bool) -> None:
+        """What a replay told so far was true once: the directory waits until it has caught up."""
+        if believed != self._believed:
+            self._believed = believed
+            self._feed._claims.believe(self._publisher, believed)
 
     def restarted(self, reason: str) -> None:
         self._perform(self._sequencer.restarted(reason, self._loop.time()))
