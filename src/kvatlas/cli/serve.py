@@ -17,6 +17,7 @@ from kvatlas import __version__
 from kvatlas.config import Config, load
 from kvatlas.errors import ConfigError
 from kvatlas.service.assembly import Assembly
+from kvatlas.service.cluster_metrics import ClusterMetrics
 from kvatlas.service.gateway import Gateway, Page
 from kvatlas.service.http_client import origin_of
 from kvatlas.service.metrics import GatewayMetrics
@@ -60,8 +61,10 @@ def run(args: argparse.Namespace) -> int:
 async def _serve(config: Config) -> int:
     assembly = Assembly(config)
     await assembly.start()
+    metrics = GatewayMetrics()
+    metrics.registry.register(ClusterMetrics(assembly))
     try:
-        return await serve(config, assembly.steering, pages=assembly.pages())
+        return await serve(config, assembly.steering, metrics=metrics, pages=assembly.pages())
     finally:
         await assembly.close()
 

@@ -83,6 +83,20 @@ class HitGap:
         )
 
 
+class PredictionError:
+    """Predicted against measured time to first token of one engine, as a running mean."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.error_s = 0.0
+
+    def observe(self, predicted_s: float, measured_s: float) -> None:
+        """One answered request."""
+        self.requests += 1
+        weight = max(1 / self.requests, 1 - _GAP_DECAY)
+        self.error_s += weight * (abs(measured_s - predicted_s) - self.error_s)
+
+
 class _Pending(msgspec.Struct):
     ask: Ask
     plans: dict[str, Plan]
@@ -111,6 +125,7 @@ class Steering:
         self._ranks: dict[Publisher, Rank] = {}
         self._pending: dict[str, _Pending] = {}
         self.gaps: dict[Publisher, HitGap] = {}
+        self.errors: dict[Publisher, PredictionError] = {}
         self.health_parts: list[Callable[[], Problems]] = []
         self.fallbacks: Counter[str] = Counter()
         self.decisions = 0
@@ -127,6 +142,7 @@ class Steering:
         self._router.add(rank.publisher, rank.layout, rank.fingerprint)
         self._ranks[rank.publisher] = rank
         self.gaps.setdefault(rank.publisher, HitGap())
+        self.errors.setdefault(rank.publisher, PredictionError())
 
     def remove(self, publisher: Publisher) -> None:
         """The engine is no longer configured; its requests in flight end by themselves."""
@@ -134,6 +150,7 @@ class Steering:
             self._directory.unregister(publisher)
             self._router.remove(publisher)
             self.gaps.pop(publisher, None)
+            self.errors.pop(publisher, None)
 
     def set_up(self, publisher: Publisher, up: bool) -> None:
         """Health as polled."""
@@ -211,10 +228,11 @@ class Steering:
         ok = 200 <= outcome.status < 300
         self._router.end(route.id, self._clock(), ok=ok, cached_tokens=outcome.cached_tokens)
         plan = pending.plans.get(outcome.target.worker)
-        if ok and plan is not None and outcome.cached_tokens >= 0:
-            gap = self.gaps.get(plan.publisher)
-            if gap is not None:
-                gap.observe(plan.resume_tokens, outcome.cached_tokens)
+        if ok and plan is not None and plan.publisher in self.gaps:
+            if outcome.cached_tokens >= 0:
+                self.gaps[plan.publisher].observe(plan.resume_tokens, outcome.cached_tokens)
+            if outcome.ttft_s >= 0 and not pending.ask.unkeyed:
+                self.errors[plan.publisher].observe(plan.price.ttft_s, outcome.ttft_s)
         self._log.ended(pending.entry, outcome)
 
     # -- inside ---------------------------------------------------------------------------------
