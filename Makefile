@@ -10,7 +10,7 @@ help:        ## this list
 
 setup: .venv/.done  ## .venv with kvatlas and what its development needs
 
-.venv/.done: pyproject.toml
+.venv/.done: pyproject.toml setup.py src/kvatlas/core/tables.cpp
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing kvatlas into .venv ..."
 	@$(BIN)/pip install -q -e '.[dev]'
@@ -23,8 +23,8 @@ demo-scale: setup  ## the same on sixteen stub engines, nothing to download
 	@$(BIN)/kvatlas demo --scale
 
 lint: setup  ## ruff: rules and format
-	@$(BIN)/ruff check src tests benchmarks
-	@$(BIN)/ruff format --check src tests benchmarks
+	@$(BIN)/ruff check src tests benchmarks setup.py
+	@$(BIN)/ruff format --check src tests benchmarks setup.py
 
 format: setup  ## ruff: mend what can be mended
 	@$(BIN)/ruff check -q --fix src tests benchmarks

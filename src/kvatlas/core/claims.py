@@ -19,6 +19,7 @@ from kvatlas.core.events import BlockRemoved, BlockStored
 from kvatlas.core.keys import Keyring, Scope
 from kvatlas.core.layout import Group
 from kvatlas.core.records import Tier
+from kvatlas.core.tables import NameTable
 
 if TYPE_CHECKING:
     from kvatlas.core.directory import Directory, _Slot
@@ -67,7 +68,7 @@ class Claims:
         self._slot = slot
         self._keyring = keyring
         self._pool = pool
-        self._names: dict[int, bytes] = {}
+        self._names = NameTable()
         self._recent: dict[int, bytes] = {}
         self._pending: dict[tuple[int, int], int] = {}  # (lane, hash) → tiers as bits
         self._lane_of_group: dict[int, int] = {}
@@ -79,8 +80,8 @@ class Claims:
         self.touched = False
 
     def held_keys(self) -> Iterable[bytes]:
-        """Keys that this publisher may hold, each once."""
-        return dict.fromkeys(self._names.values())
+        """Keys that this publisher may hold; one that has several names may come again."""
+        return self._names.values()
 
     # -- stored ---------------------------------------------------------------------------------
 

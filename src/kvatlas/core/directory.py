@@ -11,6 +11,7 @@ Soft state: everything here is rebuilt from the engines' events. Reading never c
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -22,12 +23,11 @@ from kvatlas.core.keys import Keyring
 from kvatlas.core.lanes import Pool
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher, Resume, Tier
+from kvatlas.core.steps import Steps, bits, by_publisher, stairs, union
+from kvatlas.core.tables import KeyTable
 
 _LOWER_TIERS = (Tier.DRAM, Tier.DISK, Tier.OBJECT, Tier.PEER)
 _SWEEP_PER_APPLY = 2_000
-
-Book = dict[bytes, int]
-Steps = dict[int, int]  # block count → the publishers (bits) that get exactly so far
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class Directory:
     def __init__(self, keyring: Keyring, limits: Limits | None = None) -> None:
         self._keyring = keyring
         self._limits = limits or Limits()
-        self._books: list[list[Book]] = []
+        self._books: list[list[KeyTable]] = []
         self._pools: dict[bytes, Pool] = {}
         self._slots: dict[Publisher, _Slot] = {}
         self._by_bit: dict[int, _Slot] = {}
@@ -83,7 +83,7 @@ class Directory:
         if pool is None:
             pool = self._pools[fingerprint] = Pool(fingerprint, layout)
             while len(self._books) < len(pool.lanes):
-                self._books.append([{} for _ in Tier])
+                self._books.append([KeyTable() for _ in Tier])
         self._new_life(publisher, pool)
 
     def unregister(self, publisher: Publisher) -> None:
@@ -151,8 +151,8 @@ class Directory:
             for key in keys:
                 for tiers in self._books:
                     for book in tiers:
-                        mask = book.get(key)
-                        if mask is not None and mask & bit:
+                        mask = book.get(key, 0)
+                        if mask & bit:
                             self._store(book, key, mask & ~bit)
                 budget -= 1
                 if budget <= 0:
@@ -251,7 +251,7 @@ class Directory:
             if book
         )
 
-    def _store(self, book: Book, key: bytes, mask: int) -> None:
+    def _store(self, book: KeyTable, key: bytes, mask: int) -> None:
         if mask:
             if mask > 256:  # the interpreter shares smaller ones by itself
                 masks = self._masks
@@ -278,11 +278,11 @@ class Directory:
         hbm = self._deepest(pool, keys, near, (Tier.HBM,))
         resumes = self._carried(pool, keys, near, hbm, far) if far else []
         grid, by_bit = pool.layout.grid_tokens, self._by_bit
-        for end, blocks, holders in _stairs(near, hbm, _union(far)):
+        for end, blocks, holders in stairs(near, hbm, union(far)):
             tokens, chain = end * grid, blocks * grid
             split = (tokens,)
             resumes += [
-                Resume(by_bit[bit].publisher, tokens, chain, split) for bit in _bits(holders)
+                Resume(by_bit[bit].publisher, tokens, chain, split) for bit in bits(holders)
             ]
         if far:
             resumes.sort(key=lambda r: (-r.tokens, -r.chain_tokens))
@@ -292,11 +292,11 @@ class Directory:
         self, pool: Pool, keys: Sequence[bytes], near: Steps, hbm: Steps, far: Steps
     ) -> list[Resume]:
         """Those whose chain goes on, or could go on, in lower tiers."""
-        low = _by_publisher(self._deepest(pool, keys, far, _LOWER_TIERS))
-        local, chain = _by_publisher(hbm), _by_publisher(near)
+        low = by_publisher(self._deepest(pool, keys, far, _LOWER_TIERS))
+        local, chain = by_publisher(hbm), by_publisher(near)
         grid = pool.layout.grid_tokens
         resumes = []
-        for bit, blocks in _by_publisher(far).items():
+        for bit, blocks in by_publisher(far).items():
             held = local.get(bit, 0)
             end = max(held, low.get(bit, 0)) if held == chain.get(bit, 0) else held
             if blocks:
@@ -333,24 +333,21 @@ class Directory:
         near: Steps = {}
         far: Steps = {}
         active, lower = pool.alive, 0
-        last: int | None = -1
-        masks: Iterable[int | None] = (
-            map(books[0].get, keys) if len(books) == 1 else _all_of(books, keys)
-        )
-        for index, mask in enumerate(masks):
-            if mask is not last:
-                last = mask
-                lost = active & ~mask if mask else active
-                if lost:
-                    active ^= lost
-                    near[index] = lost
-                    lower |= lost & (pool.lower | pool.shared)
-            if lower:
+        one = len(books) == 1
+        runs = books[0].runs(keys) if one else list(enumerate(_all_of(books, keys)))
+        runs.append((len(keys), 0))
+        for (start, mask), (end, _) in itertools.pairwise(runs):
+            lost = active & ~mask
+            if lost:
+                active ^= lost
+                near[start] = lost
+                lower |= lost & (pool.lower | pool.shared)
+            for index in range(start, end) if lower else ():
                 kept = self._lower_mask(pool, chains, keys[index]) & lower
                 if kept != lower:
                     far[index] = lower & ~kept
                     lower = kept
-            elif not active:
+            if not active and not lower:
                 return near, far
         for steps, rest in ((near, active), (far, lower)):
             if rest:
@@ -386,7 +383,7 @@ class Directory:
             eligible |= waiting.pop(position, 0)
             held = self._held(pool, short, keys[position - 1], tiers, eligible)
             eligible ^= held
-            for bit in _bits(held) if long else ():
+            for bit in bits(held) if long else ():
                 hole = self._hole(pool, long, keys, position, tiers=tiers, bit=bit)
                 if hole is not None:
                     held ^= bit
@@ -452,7 +449,7 @@ class Directory:
         slot = self._slots.get(publisher)
         if slot is None:
             return
-        for key in slot.claims.held_keys():
+        for key in dict.fromkeys(slot.claims.held_keys()):
             for lane in range(len(slot.pool.lanes)):
                 for tier in Tier:
                     if self._books[lane][tier].get(key, 0) & slot.bit:
@@ -468,45 +465,9 @@ class Directory:
         return total.hexdigest()
 
 
-def _all_of(books: Sequence[Book], keys: Sequence[bytes]) -> Iterator[int]:
+def _all_of(books: Sequence[KeyTable], keys: Sequence[bytes]) -> Iterator[int]:
     for key in keys:
         mask = -1
         for book in books:
             mask &= book.get(key, 0)
         yield mask
-
-
-def _stairs(near: Steps, deepest: Steps, without: int) -> list[tuple[int, int, int]]:
-    """(blocks that can be resumed, blocks of chain, publishers), the deepest first."""
-    stairs: list[tuple[int, int, int]] = []
-    for blocks, mask in near.items():
-        holders = mask & ~without if blocks else 0
-        if deepest is near:
-            stairs.append((blocks, blocks, holders))
-            continue
-        for end, having in deepest.items():
-            both = holders & having
-            if both:
-                stairs.append((end, blocks, both))
-                holders ^= both
-        stairs.append((0, blocks, holders))
-    stairs.sort(key=lambda stair: stair[:2], reverse=True)
-    return stairs
-
-
-def _union(steps: Steps) -> int:
-    result = 0
-    for mask in steps.values():
-        result |= mask
-    return result
-
-
-def _by_publisher(steps: Steps) -> dict[int, int]:
-    return {bit: blocks for blocks, mask in steps.items() for bit in _bits(mask)}
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        bit = mask & -mask
-        yield bit
-        mask ^= bit
