@@ -21,6 +21,7 @@ from kvatlas.core.records import Publisher
 from kvatlas.errors import ConfigError, EngineError
 from kvatlas.service import probe
 from kvatlas.service.feed import Feed
+from kvatlas.service.http_client import HttpClient
 from kvatlas.service.probe import Description, Load, Pulse
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Engines:
     """The registry. ``workers`` may be read at any time; `add` and `remove` change it."""
 
     def __init__(
-        self, feed: Feed, listener: Listener, client: probe.Client, timing: Timing = TIMING
+        self, feed: Feed, listener: Listener, client: HttpClient, timing: Timing = TIMING
     ) -> None:
         self.workers: dict[str, Worker] = {}
         self._feed = feed
@@ -148,7 +149,7 @@ class _Watch:
         worker: Worker,
         feed: Feed,
         listener: Listener,
-        client: probe.Client,
+        client: HttpClient,
         timing: Timing,
     ) -> None:
         self.looked = asyncio.Event()

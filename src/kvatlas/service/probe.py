@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -17,22 +17,10 @@ import msgspec
 from kvatlas.config import WorkerConfig
 from kvatlas.errors import EngineError
 from kvatlas.service.feed import Source
+from kvatlas.service.http_client import HttpClient, Response
 
 ANSWER_BYTES_MAX = 8 << 20
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
-
-
-class Response(Protocol):
-    status: int
-    body: bytes
-
-
-class Client(Protocol):
-    """The part of `service.http_client.HttpClient` that is needed here."""
-
-    async def request(
-        self, method: str, url: str, *, timeout_s: float = ..., size_max: int = ...
-    ) -> Any: ...
 
 
 class Adapter(msgspec.Struct, frozen=True, order=True):
@@ -80,7 +68,7 @@ class Pulse(msgspec.Struct, frozen=True):
     work: float = -1.0  # tokens processed since it started: never goes back
 
 
-async def describe(client: Client, worker: WorkerConfig, timeout_s: float) -> Description:
+async def describe(client: HttpClient, worker: WorkerConfig, timeout_s: float) -> Description:
     """Raises EngineError when the engine does not answer or is not what it was said to be."""
     base = worker.url.rstrip("/")
     models, adapters, path, context = _models(
@@ -107,12 +95,10 @@ async def describe(client: Client, worker: WorkerConfig, timeout_s: float) -> De
     )
 
 
-async def pulse(client: Client, worker: WorkerConfig, timeout_s: float) -> Pulse:
+async def pulse(client: HttpClient, worker: WorkerConfig, timeout_s: float) -> Pulse:
     """Raises EngineError when the engine is not healthy."""
     base = worker.url.rstrip("/")
-    health = await client.request(
-        "GET", f"{base}/health", timeout_s=timeout_s, size_max=ANSWER_BYTES_MAX
-    )
+    health = await _get(client, f"{base}/health", timeout_s)
     if health.status != 200:
         raise EngineError(f"{base}/health: status {health.status}")
     metrics = await _optional_text(client, f"{base}/metrics", timeout_s)
@@ -326,24 +312,24 @@ def _labels(metrics: str, name: str) -> dict[str, str]:
 # -- HTTP -----------------------------------------------------------------------------------------
 
 
-async def _get(client: Client, url: str, timeout_s: float) -> Any:
+async def _get(client: HttpClient, url: str, timeout_s: float) -> Response:
     return await client.request("GET", url, timeout_s=timeout_s, size_max=ANSWER_BYTES_MAX)
 
 
-async def _get_json(client: Client, url: str, timeout_s: float) -> Any:
+async def _get_json(client: HttpClient, url: str, timeout_s: float) -> Any:
     answer = await _get(client, url, timeout_s)
     if answer.status != 200:
         raise EngineError(f"{url}: status {answer.status}")
     return _json(answer.body, url)
 
 
-async def _optional_json(client: Client, url: str, timeout_s: float) -> Any:
+async def _optional_json(client: HttpClient, url: str, timeout_s: float) -> Any:
     """None where the engine has no such page."""
     answer = await _get(client, url, timeout_s)
     return _json(answer.body, url) if answer.status == 200 else None
 
 
-async def _optional_text(client: Client, url: str, timeout_s: float) -> str:
+async def _optional_text(client: HttpClient, url: str, timeout_s: float) -> str:
     answer = await _get(client, url, timeout_s)
     return answer.body.decode("utf-8", "replace") if answer.status == 200 else ""
 
