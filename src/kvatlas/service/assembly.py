@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from kvatlas.config import Config, WorkerConfig
+from kvatlas.core import sequence
 from kvatlas.core.directory import Directory, Limits
 from kvatlas.core.keys import Fingerprint, Keyring
 from kvatlas.core.layout import Layout
@@ -39,10 +40,17 @@ _FIRST_LOOK_S = 5.0
 class Assembly:
     """`start` it on a running loop, `close` it. ``steering`` is what the gateway asks."""
 
-    def __init__(self, config: Config, *, timing: Timing = TIMING) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        timing: Timing = TIMING,
+        feed_limits: sequence.Limits = sequence.LIMITS,
+    ) -> None:
         """Raises ConfigError for a secret, a tokenizer or a layout that cannot be used."""
         self.config = config
         self._timing = timing
+        self._feed_limits = feed_limits
         limits = Limits(
             holders_max=config.directory.blocks_max,
             holders_per_publisher_max=config.directory.blocks_per_publisher_max,
@@ -76,7 +84,7 @@ class Assembly:
 
     async def start(self) -> None:
         """Begin to watch the engines, and wait a moment for the first answers."""
-        self.feed = Feed(self.directory)
+        self.feed = Feed(self.directory, limits=self._feed_limits)
         self.engines = Engines(self.feed, self, self.client, self._timing)
         for worker in self.config.worker:
             self.engines.add(worker)
@@ -274,8 +282,10 @@ class Assembly:
                         "feed": {
                             "connected": stream.connected,
                             "error": stream.error,
+                            "behind": not self.feed.idle(publisher),
                             "events": stream.events,
                             "malformed": stream.malformed,
+                            "unknown": stream.unknown,
                             "epoch": stream.epoch,
                             "orphans": stream.applied.orphans,
                             "undeclared": stream.applied.undeclared,
