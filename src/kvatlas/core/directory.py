@@ -23,7 +23,7 @@ from kvatlas.core.keys import Keyring
 from kvatlas.core.lanes import Pool
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher, Resume, Tier
-from kvatlas.core.steps import Steps, bits, by_publisher, stairs, union
+from kvatlas.core.steps import Steps, bits, by_publisher, members, stairs, union
 from kvatlas.core.tables import KeyTable
 
 _LOWER_TIERS = (Tier.DRAM, Tier.DISK, Tier.OBJECT, Tier.PEER)
@@ -61,9 +61,8 @@ class Directory:
         self._books: list[list[KeyTable]] = []
         self._pools: dict[bytes, Pool] = {}
         self._slots: dict[Publisher, _Slot] = {}
-        self._by_bit: dict[int, _Slot] = {}
+        self._named: list[Publisher] = []  # by bit
         self._free_bits: list[int] = []
-        self._bits_used = 0
         self._retired: deque[tuple[int, Iterator[bytes]]] = deque()
         self._masks: dict[int, int] = {}  # one object per distinct holder set: memory, and `is`
         self.holders = 0
@@ -125,12 +124,12 @@ class Directory:
         if self._free_bits:
             bit = self._free_bits.pop()
         else:
-            bit = 1 << self._bits_used
-            self._bits_used += 1
+            bit = 1 << len(self._named)
+            self._named.append(publisher)
         slot = _Slot(publisher, bit, pool)
         slot.claims = Claims(self, slot, self._keyring, pool)
         self._slots[publisher] = slot
-        self._by_bit[bit] = slot
+        self._named[bit.bit_length() - 1] = publisher
         pool.alive |= bit
 
     def _retire(self, slot: _Slot) -> None:
@@ -139,7 +138,6 @@ class Directory:
         pool.alive &= ~bit
         pool.lower &= ~bit
         pool.shared &= ~bit
-        del self._by_bit[bit]
         self.holders -= slot.holders
         self._retired.append((bit, iter(slot.claims.held_keys())))
         self.sweep(_SWEEP_PER_APPLY)
@@ -277,13 +275,11 @@ class Directory:
         near, far = self._chains(pool, keys)
         hbm = self._deepest(pool, keys, near, (Tier.HBM,))
         resumes = self._carried(pool, keys, near, hbm, far) if far else []
-        grid, by_bit = pool.layout.grid_tokens, self._by_bit
+        grid, named = pool.layout.grid_tokens, self._named
         for end, blocks, holders in stairs(near, hbm, union(far)):
             tokens, chain = end * grid, blocks * grid
             split = (tokens,)
-            resumes += [
-                Resume(by_bit[bit].publisher, tokens, chain, split) for bit in bits(holders)
-            ]
+            resumes += [Resume(p, tokens, chain, split) for p in members(holders, named)]
         if far:
             resumes.sort(key=lambda r: (-r.tokens, -r.chain_tokens))
         return resumes
@@ -301,7 +297,7 @@ class Directory:
             end = max(held, low.get(bit, 0)) if held == chain.get(bit, 0) else held
             if blocks:
                 split = self._split(pool, keys, bit, held, end)
-                publisher = self._by_bit[bit].publisher
+                publisher = self._named[bit.bit_length() - 1]
                 resumes.append(Resume(publisher, end * grid, blocks * grid, split))
         return resumes
 

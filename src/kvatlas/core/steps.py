@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 Steps = dict[int, int]  # block count → the publishers (bits) that get exactly so far
+T = TypeVar("T")
 
 
 def stairs(near: Steps, deepest: Steps, without: int) -> list[tuple[int, int, int]]:
@@ -44,3 +46,11 @@ def bits(mask: int) -> Iterator[int]:
         bit = mask & -mask
         yield bit
         mask ^= bit
+
+
+def members(mask: int, of: Sequence[T]) -> list[T]:
+    """What stands in ``of`` at the set bits of ``mask``."""
+    if mask.bit_count() * 8 < mask.bit_length():
+        return [of[bit.bit_length() - 1] for bit in bits(mask)]
+    digits = bin(mask)[:1:-1]  # for many of few this is three times as fast as bit by bit
+    return [item for item, digit in zip(of, digits, strict=False) if digit == "1"]
