@@ -56,15 +56,17 @@ class FakeEngine:
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self.tokenizer = tokenizer
         self.asked: list[dict[str, Any]] = []
+        self.asked_urls: list[str] = []
         self.now = 0.0
         self.override: Answer | None = None
         self.urls = [URL]
 
     async def post_json(self, url: str, obj: object, *, timeout_s: float) -> Any:
-        assert url == f"{URL}/tokenize"
+        assert url.removesuffix("/tokenize") in self.urls
         assert 0 < timeout_s <= 1.0
         question = json.loads(json.dumps(obj))
         self.asked.append(question)
+        self.asked_urls.append(url.removesuffix("/tokenize"))
         if self.override is not None:
             return await self.override(question)
         assert self.tokenizer is not None
@@ -271,6 +273,8 @@ class TestEndpoint:
         assert len(engine.asked) == 1
         assert (await tokenizer.prompt(CHAT, user("other"))).source == "endpoint"
         assert len(engine.asked) == 2
+        await tokenizer._endpoint.tokens(CHAT, user(), [], url=URL)  # type: ignore[union-attr]
+        assert len(engine.asked) == 3  # a check is never answered from memory
         await tokenizer.close()
 
     async def test_answers_are_kept_within_their_bytes(
@@ -410,7 +414,7 @@ class TestVerify:
         state = tokenizer.state()
         assert (state.chat, state.completion) == ("endpoint", "local")
         assert state.mismatches > 5
-        assert "/v1/chat/completions (" in state.last_mismatch
+        assert f"{URL}/v1/chat/completions (" in state.last_mismatch
         assert "first difference at token" in state.last_mismatch
         assert engine.tokenizer is not None
         prompt = await tokenizer.prompt(CHAT, user())
@@ -422,6 +426,27 @@ class TestVerify:
         assert (await tokenizer.prompt(CHAT, user())).source == "local"
         assert tokenizer.state().last_mismatch
         await tokenizer.close()
+
+    async def test_one_odd_worker_among_several(
+        self, model_dir: Path, other_dir: Path, local: Tokenizer
+    ) -> None:
+        """It is named; the others' ids go on being made here."""
+        engine = FakeEngine()
+        engine.urls = [URL, "http://odd:8000", "http://third:8000"]
+        odd = load(other_dir)
+
+        async def each(question: dict[str, Any]) -> object:
+            asked = odd if engine.asked_urls[-1] == "http://odd:8000" else local
+            path = CHAT if "messages" in question else COMPLETION
+            return {"tokens": ids(await asked.prompt(path, question))}
+
+        engine.override = each
+        tokenizer = load(model_dir, engine.endpoint())
+        assert await tokenizer.verify("m") == 3 * len(GOLDEN)
+        assert tokenizer.state().chat == "local"
+        assert tokenizer.state().last_mismatch.startswith("http://odd:8000/v1/chat/completions")
+        await tokenizer.close()
+        await odd.close()
 
     async def test_without_start_token_on_the_worker(
         self, model_dir: Path, local: Tokenizer

@@ -120,6 +120,7 @@ class Tokenizer:
             return Prompt(reason=refusal.reason)
 
     def state(self) -> TokenizerState:
+        """What it does at present, and what it has counted."""
         encoder, endpoint = self._encoder, self._endpoint
         return TokenizerState(
             encoder=encoder.name if encoder else "",
@@ -135,30 +136,35 @@ class Tokenizer:
         )
 
     async def verify(self, model: str) -> int:
-        """Sets our ids for the golden set beside the engine's; returns how many it answered.
+        """Sets our ids for the golden set beside every engine's; returns how many were answered.
 
-        Call it when an engine becomes ready. A path whose ids differ is left to the endpoint
-        until a later call finds them equal.
+        Call it when an engine becomes ready. A path on which no engine agrees with us is left to
+        the endpoint until a later call finds one that does.
         """
         if self._encoder is None or self._endpoint is None:
             return 0
-        verdicts: dict[str, bool] = {}
+        verdicts: dict[str, list[bool]] = {CHAT: [], COMPLETION: []}
         answered = 0
-        for name, path, fields in GOLDEN:
-            body = {"model": model, **fields}
-            try:
-                ours = await self._local(path, body)
-                engines = await self._endpoint.tokens(path, body, _texts(path, body), fresh=True)
-            except Unkeyable:
-                continue  # one of the two refuses this form: nothing to compare
-            answered += 1
-            equal = self._compare(f"{path} ({name})", ours, engines)
-            verdicts[path] = verdicts.get(path, True) and equal
-        for path, equal in verdicts.items():
-            self._refuted.discard(path)
-            self._samples[path].clear()
-            if not equal:
-                self._refuted.add(path)
+        for url in self._endpoint.urls():
+            equal: dict[str, bool] = {}
+            for name, path, fields in GOLDEN:
+                body = {"model": model, **fields}
+                try:
+                    ours = await self._local(path, body)
+                    engines = await self._endpoint.tokens(path, body, _texts(path, body), url=url)
+                except Unkeyable:
+                    continue  # one of the two refuses this form: nothing to compare
+                answered += 1
+                same = self._compare(f"{url}{path} ({name})", ours, engines)
+                equal[path] = equal.get(path, True) and same
+            for path, same in equal.items():
+                verdicts[path].append(same)
+        for path, found in verdicts.items():
+            if found:
+                self._samples[path].clear()
+                self._refuted.discard(path)
+                if not any(found):
+                    self._refuted.add(path)
         return answered
 
     async def close(self) -> None:
@@ -229,12 +235,16 @@ class Tokenizer:
     async def _check_sample(
         self, endpoint: Endpoint, path: str, body: Mapping[str, Any], ours: list[bytes]
     ) -> None:
+        urls = endpoint.urls()
+        if not urls:
+            return
+        url = urls[self._compared % len(urls)]  # all in turn
         try:
-            engines = await endpoint.tokens(path, body, _texts(path, body), fresh=True)
+            engines = await endpoint.tokens(path, body, _texts(path, body), url=url)
         except Unkeyable:
             return  # the engine could not say: counted by the endpoint
         recent = self._samples[path]
-        recent.append(not self._compare(f"{path} (sample)", ours, engines))
+        recent.append(not self._compare(f"{url}{path} (sample)", ours, engines))
         if sum(recent) >= self._DEMOTE_AT and sum(recent) * 20 > len(recent):
             self._refuted.add(path)
 

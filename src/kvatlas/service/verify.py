@@ -50,7 +50,7 @@ class Endpoint:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._post_json = post_json
-        self._urls = urls
+        self.urls = urls
         self.dialect = dialect
         self._timeout_s = timeout_s
         self._clock = clock
@@ -63,44 +63,42 @@ class Endpoint:
         self.failures = 0
 
     async def tokens(
-        self, path: str, body: Mapping[str, Any], prompts: Sequence[str], *, fresh: bool = False
+        self, path: str, body: Mapping[str, Any], prompts: Sequence[str], *, url: str = ""
     ) -> list[bytes]:
         """The ids of each prompt, uint32 little endian, within ``timeout_s`` in all.
 
-        ``prompts``: the texts of a completion. ``fresh`` asks again what was answered before.
-        Raises `Unkeyable`: "endpoint_failed", "endpoint_busy", "malformed".
+        ``prompts``: the texts of a completion. ``url`` asks just this engine, and asks again what
+        was answered before. Raises `Unkeyable`: "endpoint_failed", "endpoint_busy", "malformed".
         """
         if self._in_flight >= self._IN_FLIGHT_MAX:
             raise Unkeyable("endpoint_busy")
         questions = questions_for(path, body, prompts, self.dialect)
-        deadline = self._clock() + self._timeout_s
+        deadline_s = self._clock() + self._timeout_s
         self._in_flight += 1
         try:
-            return [await self._ask(question, deadline, fresh) for question in questions]
+            return [await self._ask(question, deadline_s, url) for question in questions]
         finally:
             self._in_flight -= 1
 
-    async def _ask(self, question: dict[str, Any], deadline: float, fresh: bool) -> bytes:
+    async def _ask(self, question: dict[str, Any], deadline_s: float, url: str) -> bytes:
         try:
             key = hashlib.blake2b(msgspec.json.encode(question), digest_size=16).digest()
         except (TypeError, ValueError, OverflowError) as error:  # a number beyond 64 bits
             raise Unkeyable("malformed", str(error)) from error
-        known = None if fresh else self._answers.get(key)
-        if known is not None:
+        if not url and key in self._answers:
             self._answers.move_to_end(key)
-            return known
+            return self._answers[key]
         now = self._clock()
-        urls = self._urls()
-        if not urls or now < self._rests_until or now >= deadline:
+        base = url or next(iter(self.urls()), "")
+        if not base or now < self._rests_until or now >= deadline_s:
             raise Unkeyable("endpoint_failed", "no engine to ask now")
         self.calls += 1
-        url = f"{urls[0]}/tokenize"
         try:
-            answer = await self._post_json(url, question, timeout_s=deadline - now)
+            answer = await self._post_json(f"{base}/tokenize", question, timeout_s=deadline_s - now)
             tokens = to_bytes(answer["tokens"])
         except Exception as error:  # whatever the HTTP layer raises: the request goes on without
             self._failed()
-            detail = f"{url}: {type(error).__name__}: {error}"
+            detail = f"{base}/tokenize: {type(error).__name__}: {error}"
             raise Unkeyable("endpoint_failed", detail) from error
         self._failures_in_a_row = 0
         self._remember(key, tokens)
