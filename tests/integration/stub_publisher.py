@@ -129,7 +129,11 @@ class StubPublisher:
         return seq
 
     def send(self, seq: int, payload: bytes) -> None:
-        self._pub.send_multipart([b"kv", seq.to_bytes(8, "big"), payload])
+        self.send_frames([b"kv", seq.to_bytes(8, "big"), payload])
+
+    def send_frames(self, frames: list[bytes]) -> None:
+        """A message of any shape."""
+        self._pub.send_multipart(frames)
 
     def again(self, seq: int) -> None:
         """Send an old batch once more, as a slow network might."""
