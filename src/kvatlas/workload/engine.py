@@ -53,7 +53,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
     blocks: int
     max_running: int = 256
-    max_waiting: int = 100_000
+    max_waiting: int = 10_000
     step_tokens: int = 8192
     context_tokens: int = 1 << 20
     retention_tokens: int | None = 0
