@@ -28,6 +28,7 @@ exit status: 0 done, 1 done but with failures, 2 the input is at fault, 130 inte
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands, each with its own help."""
     parser = argparse.ArgumentParser(
         prog="kvatlas",
         description="Scheduling and lifecycle for the KV cache of LLM serving clusters: every "

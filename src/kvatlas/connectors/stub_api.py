@@ -71,6 +71,7 @@ class StubApi:
         self._paths = {path for _, path in self._routes}
 
     async def handle(self, request: Request, reply: Reply) -> None:
+        """Answers one request: the handler of an `HttpServer`."""
         handler = self._routes.get((request.method, request.path))
         try:
             if handler is None:

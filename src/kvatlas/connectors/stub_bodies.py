@@ -32,6 +32,7 @@ class TextForm:
         return b""
 
     def piece(self, text: str, *, last: bool = False) -> bytes:
+        """The event of one token; ``last`` says why it ends."""
         choice = {
             "index": 0,
             "text": text,
@@ -56,6 +57,7 @@ class TextForm:
         return self._head + b'],"usage":' + _encode(self.usage(generation)) + b"}\n\n"
 
     def whole(self, text: str, generation: Generation) -> dict[str, object]:
+        """The body of an answer that is not streamed."""
         choice = {
             "index": 0,
             "text": text,
@@ -95,6 +97,7 @@ class ChatForm(TextForm):
         return self._head + _encode(choice) + b'],"prompt_token_ids":null,"prompt_text":null}\n\n'
 
     def piece(self, text: str, *, last: bool = False) -> bytes:
+        """The event of one token; ``last`` says why it ends."""
         choice: dict[str, object] = {
             "index": 0,
             "delta": {"content": text},
@@ -107,6 +110,7 @@ class ChatForm(TextForm):
         return self._head + _encode(choice) + b"]}\n\n"
 
     def whole(self, text: str, generation: Generation) -> dict[str, object]:
+        """The body of an answer that is not streamed."""
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": text},

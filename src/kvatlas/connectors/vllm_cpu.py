@@ -232,6 +232,7 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Exit status of `prepare` with VENV and MODEL_DIR from ``argv``."""
     try:
         prepare(Path(argv[0]), Path(argv[1]))
     except EngineError as error:

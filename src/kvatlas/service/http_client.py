@@ -265,8 +265,9 @@ class HttpClient:
 
 def _reason(error: OSError | UnicodeError) -> str:
     """The system's own words; asyncio replaces them."""
-    if isinstance(error, OSError) and (error.errno or 0) > 0:
-        return os.strerror(error.errno)
+    number = error.errno if isinstance(error, OSError) else None
+    if number is not None and number > 0:
+        return os.strerror(number)
     return str(error)
 
 

@@ -209,6 +209,7 @@ class Relay:
         return kept + route_headers(self._route, self._target)
 
     def on_end(self) -> None:
+        """The engine's answer is complete: pass on what was held back, and read the usage."""
         events = self._events
         if events is None:
             self._complete = True
