@@ -207,6 +207,18 @@ def test_a_request_that_fits_only_in_parts_is_not_let_in() -> None:
     assert pool.free == 6
 
 
+def test_blocks_that_a_hit_takes_out_of_the_free_ones_are_counted() -> None:
+    pool = Pool(GQA, 8)
+    play(pool, ids(129)[:512])
+    start(pool, ids(60, seed=1))
+    assert (pool.free, pool.cached) == (6, 5)
+    request = pool.open(ids(129)[:512] + ids(32 * 3, seed=2))
+    hit = pool.lookup(request)
+    assert hit.tokens == 128
+    assert not pool.admit(request, hit, 160)  # 3 to allocate and 4 of the 6 free ones to keep
+    assert pool.free == 6
+
+
 def test_clear_is_refused_while_blocks_are_in_use() -> None:
     pool = Pool(GQA, 20)
     _, holding = start(pool, ids(128))
