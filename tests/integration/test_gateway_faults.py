@@ -99,11 +99,14 @@ async def test_a_stream_means_the_same_however_it_is_cut(asked: bool) -> None:
 FIRST = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
 
 
+HALVES = [b'data: {"choices":[{"de', b"data: [DO", b'data: {"usage":{']
+ENDINGS = ["chunked, cut", "chunked, ended", "until closed"]
+# Without half an event and with the last chunk the engine says itself that all is complete.
+STOPS = [(half, end) for half in (b"", *HALVES) for end in ENDINGS if half or end != ENDINGS[1]]
+
+
 @pytest.mark.parametrize("body", [STREAM, ASKED])
-@pytest.mark.parametrize(
-    "half", [b"", b'data: {"choices":[{"de', b"data: [DO", b'data: {"usage":{']
-)
-@pytest.mark.parametrize("ending", ["chunked, cut", "chunked, ended", "until closed"])
+@pytest.mark.parametrize(("half", "ending"), STOPS)
 async def test_a_stream_that_stops_short_is_never_a_silent_success(
     body: dict[str, object], half: bytes, ending: str
 ) -> None:

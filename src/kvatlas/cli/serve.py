@@ -91,11 +91,11 @@ async def serve(
         await gateway.start()
     except OSError as error:
         raise _no_address(config, error) from error
+    asked, again = _watch_signals()
     workers = ", ".join(f"{worker.name} {worker.url}" for worker in config.worker)
     url = f"http://{config.gateway.host}:{gateway.port}"
     print(f"kvatlas {__version__} on {url} for {len(config.worker)} worker(s): {workers}")
     sys.stdout.flush()
-    asked, again = _watch_signals()
     await asked.wait()
     draining = asyncio.ensure_future(gateway.drain())
     hurry = asyncio.ensure_future(again.wait())

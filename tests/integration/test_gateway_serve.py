@@ -1,0 +1,176 @@
+"""``kvatlas serve`` as a process: its line, its exit statuses, its way out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from gateway_kit import (
+    STREAM_END,
+    STREAM_HEAD,
+    WAIT_S,
+    Client,
+    Engine,
+    Got,
+    Seen,
+    ask,
+    chunk,
+    whole,
+)
+
+CHAT = "/v1/chat/completions"
+
+
+PLAIN = 'layout = "16"\nevents = ""\n'
+
+
+def toml(*urls: str, port: int = 0, more: str = "") -> str:
+    workers = "".join(
+        f'[[worker]]\nname = "w{i}"\nurl = "{u}"\n{PLAIN}' for i, u in enumerate(urls)
+    )
+    return f"{workers}[gateway]\nport = {port}\n{more}"
+
+
+async def kvatlas(tmp_path: Path, text: str) -> asyncio.subprocess.Process:
+    path = tmp_path / "kvatlas.toml"
+    path.write_text(text)
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvatlas", "serve", "--config", str(path)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def fails(tmp_path: Path, text: str) -> str:
+    """What it says on stderr when it leaves with status 2."""
+    process = await kvatlas(tmp_path, text)
+    async with asyncio.timeout(WAIT_S):
+        _, err = await process.communicate()
+    assert process.returncode == 2
+    assert "Traceback" not in err.decode()
+    return err.decode()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    tmp_path: Path, text: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, int, str]]:
+    process = await kvatlas(tmp_path, text)
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(WAIT_S):
+            line = (await process.stdout.readline()).decode()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+        assert found is not None, line
+        yield process, int(found[1]), line
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[[worker]]\nname = 'a'\nurl = 'http://x'\n\n[gateway]\nprot = 1\n", ":6:.*prot"),
+        ("[[worker]]\nname = 'a'\nurl = 'no url'\n", ":3:.*no url"),
+        ("[[worker]]\nname = 'a'\nurl = 'https://x'\n", "worker 'a'.*https://x"),
+        ("[gateway]\nport = 'x'\n", "port|worker"),
+        ("[gateway\n", "TOML"),
+    ],
+)
+async def test_a_bad_file_names_the_fault(tmp_path: Path, text: str, said: str) -> None:
+    assert re.search(said, await fails(tmp_path, text))
+
+
+async def test_an_address_in_use(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"127.0.0.1:{port} is in use" in await fails(tmp_path, toml("http://x", port=port))
+
+
+@contextlib.asynccontextmanager
+async def streaming_engine() -> AsyncIterator[tuple[Engine, asyncio.Event]]:
+    """An engine with the model m whose streams end when the event is set."""
+    release = asyncio.Event()
+
+    async def behave(engine: Engine, got: Got, writer: asyncio.StreamWriter) -> None:
+        if got.target == "/v1/models":
+            writer.write(whole(b'{"object":"list","data":[{"id":"m","object":"model"}]}'))
+        elif got.target == "/health":
+            writer.write(whole(b""))
+        elif got.target != CHAT:
+            writer.write(whole(b"{}", 404))
+        else:
+            writer.write(STREAM_HEAD + chunk(b"data: 1\n\n"))
+            await release.wait()
+            writer.write(chunk(b"data: [DONE]\n\n") + STREAM_END)
+
+    engine = Engine(behave)
+    await engine.start()
+    try:
+        yield engine, release
+    finally:
+        release.set()
+        await engine.stop()
+
+
+async def begin(client: Client) -> Seen:
+    """A stream whose first event has arrived."""
+    await client.send("POST", CHAT, b'{"model":"m","stream":true,"messages":[]}')
+    seen = await client.head()
+    assert seen.status == 200, await client.rest(seen)
+    seen.body += await client.chunk()
+    return seen
+
+
+async def readiness(port: int, status: int) -> None:
+    """Waits until /ready answers with ``status``."""
+    async with asyncio.timeout(WAIT_S):
+        while (seen := await ask(port, "/ready")).status != status:
+            assert seen.status in (200, 503)
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_and_exits_with_0(tmp_path: Path, number: signal.Signals) -> None:
+    async with (
+        streaming_engine() as (engine, release),
+        serving(tmp_path, toml(engine.url)) as (process, port, line),
+    ):
+        assert "w0" in line
+        await readiness(port, 200)
+        async with Client.to(port) as client:
+            seen = await begin(client)
+            process.send_signal(number)
+            await readiness(port, 503)
+            release.set()
+            await client.rest(seen)
+            assert seen.complete
+        async with asyncio.timeout(WAIT_S):
+            assert await process.wait() == 0
+
+
+async def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    async with (
+        streaming_engine() as (engine, _),
+        serving(tmp_path, toml(engine.url)) as (process, port, _),
+        Client.to(port) as client,
+    ):
+        await readiness(port, 200)
+        seen = await begin(client)
+        process.send_signal(signal.SIGTERM)
+        await readiness(port, 503)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(WAIT_S):
+            assert await process.wait() == 0
+        assert not (await client.rest(seen)).complete
