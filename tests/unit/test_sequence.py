@@ -147,12 +147,11 @@ def test_a_clock_set_back_costs_a_replay_and_no_claims() -> None:
 
 def test_what_waits_is_of_one_life_only() -> None:
     sequencer = running(0)
-    effects = sequencer.orphaned(1.0)
-    assert seqs(effects) == [("replay", 0)]
-    sequencer.offer(batch(1), 1.0)
+    effects = sequencer.restarted("a new process start time", 1.0)
+    assert seqs(effects) == ["reset", ("replay", 0)]
+    sequencer.offer(batch(1), 1.0)  # of the life before, still in the pipe
     sequencer.offer(batch(2), 1.0)
-    # Meanwhile the engine started anew, and its replay has one newer batch.
-    assert seqs(sequencer.replayed(token(effects), batch(0, ts=50.0), 1.0)) == ["reset", 0]
+    assert seqs(sequencer.replayed(token(effects), batch(0, ts=50.0), 1.0)) == [0]
     assert sequencer.replay_done(token(effects), 1.0) == []
     assert sequencer.next_seq == 1
     assert not sequencer._waiting
@@ -219,11 +218,51 @@ def test_orphans_ask_for_everything_but_not_too_often() -> None:
     assert sequencer.next_deadline() == 100.0 + LIMITS.orphan_replay_s  # put off, not forgotten
     again = sequencer.tick(100.0 + LIMITS.orphan_replay_s)
     assert seqs(again) == [("replay", 0)]
-    sequencer.replayed(token(again), batch(3), 130.0)
+    for seq in range(4):
+        sequencer.replayed(token(again), batch(seq), 130.0)
     sequencer.replay_done(token(again), 130.0)
     sequencer.orphaned(131.0)
     assert sequencer.next_deadline() == 130.0 + 2 * LIMITS.orphan_replay_s
     assert running(0, can_replay=False).orphaned(0.0) == []
+
+
+def test_a_rebuild_that_meets_another_history_is_a_restart() -> None:
+    sequencer = running(2)
+    effects = sequencer.orphaned(1.0)
+    told = seqs(sequencer.replayed(token(effects), batch(0), 1.0))
+    told += seqs(sequencer.replayed(token(effects), batch(1), 1.0))
+    assert told == ["reset", 0, 1]
+    assert seqs(sequencer.replayed(token(effects), batch(2, ts=50.0), 1.0)) == [
+        "reset",
+        ("replay", 0),
+    ]
+    sequencer = running(2)
+    effects = sequencer.orphaned(1.0)
+    sequencer.replayed(token(effects), batch(0), 1.0)
+    # The engine that we knew would have sent 1 and 2 as well.
+    assert seqs(sequencer.replay_done(token(effects), 1.0)) == ["reset", ("replay", 0)]
+
+
+def test_a_rebuild_from_less_than_is_known_is_refused() -> None:
+    sequencer = running(3)
+    effects = sequencer.orphaned(100.0)
+    sequencer.offer(batch(4), 100.0)
+    instead = sequencer.replayed(token(effects), batch(2), 100.0)
+    assert seqs(instead) == [("replay", 3)]
+    assert sequencer.replayed(token(effects), batch(3), 100.0) == []
+    assert sequencer.replayed(token(instead), batch(3), 100.0) == []
+    assert seqs(sequencer.replay_done(token(instead), 100.0)) == [4]
+    assert sequencer.counters.rebuilds_refused == 1
+    assert seqs(sequencer.offer(batch(5), 100.0)) == [5]
+    # A run that began later gains by it: its beginning may be what is missing.
+    late = Sequencer(can_replay=True, limits=LIMITS)
+    late.connected(0.0)
+    late.tick(50.0)
+    while (deadline := late.next_deadline()) is not None:
+        late.tick(deadline)
+    assert seqs(late.offer(batch(7), 50.0)) == [7]
+    effects = late.orphaned(100.0)
+    assert seqs(late.replayed(token(effects), batch(2), 100.0)) == ["reset", 2]
 
 
 def test_a_connect_asks_after_it_has_settled() -> None:

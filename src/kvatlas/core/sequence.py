@@ -74,6 +74,7 @@ class Counters(msgspec.Struct):
     resets: int = 0
     restarts: int = 0
     orphans_put_off: int = 0  # a rebuild is under way, or was not long ago
+    rebuilds_refused: int = 0  # the engine remembers less than what is applied already
 
 
 class _Running(msgspec.Struct):
@@ -84,6 +85,7 @@ class _Running(msgspec.Struct):
     attempt: int = 0
     sent: bool = False
     rebuild: bool = False  # start from a clean state, whatever we hold
+    known: tuple[int, float] | None = None  # (seq, ts) applied last: a rebuild must meet it again
     proven: bool = False  # it told the batch that we know, or starts from nothing
     progress: bool = False  # it brought something to apply
 
@@ -101,6 +103,7 @@ class Sequencer:
         self._last_ts = -math.inf  # of the batch applied last
         self._newest: tuple[int, float] | None = None  # (seq, ts) of the newest live batch
         self._dirty = False  # anything applied since the last Reset
+        self._run_start = 0  # number of the first batch applied since then
         self._behind = False
         self._waiting: dict[int, Batch] = {}
         self._waiting_bytes = 0
@@ -161,6 +164,10 @@ class Sequencer:
         if running is None or running.token != token:
             return []
         running.deadline = now + self._limits.replay_timeout_s
+        if running.known is not None and batch.seq == running.known[0]:
+            if batch.ts != running.known[1]:
+                return self._restart("its replay tells another history", now)
+            running.known = None
         if not running.proven:
             fresh = self._next is None or running.rebuild
             known = self._next - 1 if self._next is not None and not fresh else self._floor - 1
@@ -169,6 +176,8 @@ class Sequencer:
             if batch.seq == known and batch.ts != self._last_ts:
                 return self._restart("its replay tells another history", now)
             running.proven = True
+            if running.rebuild and self._dirty and batch.seq > max(self._floor, self._run_start):
+                return self._refuse_rebuild(now)
             if batch.seq > known:
                 effects = self._reset(f"replayed from batch {batch.seq} on")
                 self._next = batch.seq
@@ -189,7 +198,7 @@ class Sequencer:
         running = self._running
         if running is None or running.token != token:
             return []
-        if not running.proven:
+        if not running.proven or running.known is not None:
             if self._next is not None:
                 # It would at least have sent the batch that we know: another engine, or life.
                 return self._restart("its replay knows nothing of what it had sent", now)
@@ -323,6 +332,8 @@ class Sequencer:
         self._last_ts = batch.ts
         if self._newest is None or batch.seq > self._newest[0]:
             self._newest = (batch.seq, batch.ts)
+        if not self._dirty:
+            self._run_start = batch.seq
         self._dirty = True
         self.counters.applied += 1
         return [Apply(batch)]
@@ -337,6 +348,8 @@ class Sequencer:
         self._schedule(now + self._limits.replay_timeout_s, attempt=attempt, rebuild=rebuild)
         assert self._running is not None
         self._running.sent = True
+        if rebuild and self._next is not None:
+            self._running.known = (self._next - 1, self._last_ts)
         self.counters.replays += 1
         start = self._floor if rebuild or self._next is None else max(self._next - 1, 0)
         return [Replay(start, self._running.token)]
@@ -356,6 +369,13 @@ class Sequencer:
         if self._missing():
             effects += self._skip()
         return effects
+
+    def _refuse_rebuild(self, now: float) -> list[Effect]:
+        """The engine's memory begins after ours does: starting anew would only lose claims.
+        Whether it is the engine that we knew, and what came since, is asked instead."""
+        self.counters.rebuilds_refused += 1
+        self._orphan_wait = self._limits.orphan_replay_max_s
+        return self._request(now)
 
     def _missing(self) -> bool:
         """Is there a batch that we know of and have not applied?"""
