@@ -45,7 +45,11 @@ def test_a_name_table_is_a_dict() -> None:
             del table[name], twin[name]
         assert (name in table) == (name in twin)
         assert table.get(name) == twin.get(name)
-    assert sorted(table.values()) == sorted(twin.values())
+    walked = [k for i in range(0, table.slots(), 7) for k in table.values(i, i + 7)]
+    assert sorted(walked) == sorted(twin.values())
+    assert table.values(table.slots(), 2**62) == []
+    with pytest.raises(ValueError, match="start"):
+        table.values(2, 1)
     assert len(table) == len(twin)
 
 

@@ -10,7 +10,7 @@ the grid carries the same engine hash as the chain block that ends there (vLLM 0
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvatlas.core.lanes import Pool
 
 RECENT_MAX = 4096  # names of blocks that just left: parents of what is still to be announced
+_WALK = 1024
 PENDING_MAX = 65_536  # claims that wait for the event that names their block
 
 
@@ -75,13 +76,18 @@ class Claims:
         self._windows = {
             i: _Windows(lane.units) for i, lane in enumerate(pool.lanes) if lane.units > 1
         }
+        self._names_max = directory.limits.holders_per_publisher_max
         self._dense = False  # this engine keeps every windowed block, not only the tails
         self._full = False  # a limit refused a block: its children are no orphans to repair
         self.touched = False
 
-    def held_keys(self) -> Iterable[bytes]:
-        """Keys that this publisher may hold; one that has several names may come again."""
-        return self._names.values()
+    def held_keys(self) -> Iterator[bytes]:
+        """Keys that this publisher may hold; one that has several names may come again.
+
+        A walk through the table, to be used only while nothing is claimed or given up.
+        """
+        for start in range(0, self._names.slots(), _WALK):
+            yield from self._names.values(start, start + _WALK)
 
     # -- stored ---------------------------------------------------------------------------------
 
@@ -115,7 +121,7 @@ class Claims:
         names = self._names
         anchored = bool(self._windows or self._pending)
         for engine_hash, key in zip(event.hashes, keys, strict=True):
-            if not directory.set(slot, lane, tier, key):
+            if not self._has_room(engine_hash) or not directory.set(slot, lane, tier, key):
                 applied.refused += 1
                 self._full = True
                 continue
@@ -123,6 +129,10 @@ class Claims:
             names[engine_hash] = key
             if anchored:
                 self._named(engine_hash, key, applied)
+
+    def _has_room(self, engine_hash: int) -> bool:
+        """May it be named? One block under ever new hashes costs names, but no holders."""
+        return len(self._names) < self._names_max or engine_hash in self._names
 
     def _parent_key(self, event: BlockStored) -> bytes | None:
         if event.parent is None:
@@ -135,7 +145,7 @@ class Claims:
         key = self._names.get(engine_hash) or self._recent.get(engine_hash)
         if key is None:
             self._wait(lane, tier, engine_hash, applied)
-        elif self._directory.set(self._slot, lane, tier, key):
+        elif self._has_room(engine_hash) and self._directory.set(self._slot, lane, tier, key):
             self._names[engine_hash] = key
             applied.stored += 1
         else:
@@ -204,6 +214,9 @@ class Claims:
             place = windows.place.get(engine_hash)
             if place is not None and place != (key, unit):
                 return  # belongs to another window: this one has a hole
+            if len(windows.place) >= self._names_max * windows.full.bit_length():
+                applied.refused += 1
+                return
             before, tiers = windows.before.pop(engine_hash)
             windows.place[engine_hash] = (key, unit)
             for tier in Tier:
@@ -215,7 +228,7 @@ class Claims:
             engine_hash = before
 
     def _complete(self, lane: int, tier: Tier, anchor: int, key: bytes, applied: Applied) -> None:
-        if self._directory.set(self._slot, lane, tier, key):
+        if self._has_room(anchor) and self._directory.set(self._slot, lane, tier, key):
             self._names[anchor] = key
             applied.stored += 1
         else:
@@ -255,10 +268,11 @@ class Claims:
                 del self._pending[(lane, engine_hash)]
             return 1
         key = self._names.get(engine_hash)
-        if key is None or not self._directory.clear(self._slot, lane, tier, key):
+        if key is None:
             return 0
-        self._forget(engine_hash, key)
-        return 1
+        cleared = self._directory.clear(self._slot, lane, tier, key)
+        self._forget(engine_hash, key)  # also where it was a second name of what is gone already
+        return int(cleared)
 
     def _drop_unit(self, lane: int, tier: Tier, windows: _Windows, engine_hash: int) -> int:
         if engine_hash in windows.before:

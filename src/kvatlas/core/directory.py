@@ -28,6 +28,7 @@ from kvatlas.core.tables import KeyTable
 
 _LOWER_TIERS = (Tier.DRAM, Tier.DISK, Tier.OBJECT, Tier.PEER)
 _SWEEP_PER_APPLY = 2_000
+_RETIRED_MAX = 16  # lives that wait to be swept, beyond one per publisher: all may restart at once
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -57,7 +58,7 @@ class Directory:
 
     def __init__(self, keyring: Keyring, limits: Limits | None = None) -> None:
         self._keyring = keyring
-        self._limits = limits or Limits()
+        self.limits = limits or Limits()
         self._books: list[list[KeyTable]] = []
         self._pools: dict[bytes, Pool] = {}
         self._slots: dict[Publisher, _Slot] = {}
@@ -76,8 +77,8 @@ class Directory:
             if slot.pool.fingerprint == fingerprint:
                 return
             self.unregister(publisher)
-        if len(self._slots) >= self._limits.publishers_max:
-            raise ValueError(f"the directory is limited to {self._limits.publishers_max} ranks")
+        if len(self._slots) >= self.limits.publishers_max:
+            raise ValueError(f"the directory is limited to {self.limits.publishers_max} ranks")
         pool = self._pools.get(fingerprint)
         if pool is None:
             pool = self._pools[fingerprint] = Pool(fingerprint, layout)
@@ -139,8 +140,10 @@ class Directory:
         pool.lower &= ~bit
         pool.shared &= ~bit
         self.holders -= slot.holders
-        self._retired.append((bit, iter(slot.claims.held_keys())))
+        self._retired.append((bit, slot.claims.held_keys()))
         self.sweep(_SWEEP_PER_APPLY)
+        while len(self._retired) > _RETIRED_MAX + len(self._slots):
+            self.sweep(_SWEEP_PER_APPLY)
 
     def sweep(self, budget: int) -> int:
         """Clear up to ``budget`` keys of retired lives; returns how many lives still wait."""
@@ -216,7 +219,7 @@ class Directory:
         mask = book.get(key, 0)
         if mask & slot.bit:
             return True
-        limits = self._limits
+        limits = self.limits
         if self.holders >= limits.holders_max or slot.holders >= limits.holders_per_publisher_max:
             return False
         self._store(book, key, mask | slot.bit)

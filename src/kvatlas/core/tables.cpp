@@ -40,6 +40,7 @@ template <class K, class V> class Table {
     ~Table() { std::free(slots_); }
 
     size_t size() const { return size_; }
+    size_t slots() const { return capacity_; }
     size_t bytes() const { return capacity_ * sizeof(Slot); }
     void prefetch(const K &key) const {
         if (capacity_) __builtin_prefetch(slots_ + home(key));
@@ -77,8 +78,8 @@ template <class K, class V> class Table {
         if (capacity_ > 64 && size_ < capacity_ / 5) resize(capacity_ / 2);  // may fail: no harm
     }
 
-    template <class Visit> void each(Visit visit) const {
-        for (size_t i = 0; i < capacity_; i++)
+    template <class Visit> void each(size_t from, size_t to, Visit visit) const {
+        for (size_t i = from; i < to && i < capacity_; i++)
             if (!is_empty(slots_[i].value)) visit(slots_[i].value);
     }
 
@@ -167,7 +168,7 @@ template <class T> PyObject *size_of(PyObject *self, PyObject *) {
 Table<Key, PyObject *> &keys(PyObject *self) { return reinterpret_cast<Keys *>(self)->table; }
 
 void keys_destroy(PyObject *self) {
-    keys(self).each([](PyObject *value) { Py_DECREF(value); });
+    keys(self).each(0, SIZE_MAX, [](PyObject *value) { Py_DECREF(value); });
     destroy<Keys>(self);
 }
 
@@ -288,16 +289,23 @@ int names_assign(PyObject *self, PyObject *object, PyObject *value) {
     return 0;
 }
 
-PyObject *names_values(PyObject *self, PyObject *) {
-    PyObject *list = PyList_New((Py_ssize_t)names(self).size());
-    Py_ssize_t i = 0;
+PyObject *names_slots_count(PyObject *self, PyObject *) {
+    return PyLong_FromSize_t(names(self).slots());
+}
+
+PyObject *names_values(PyObject *self, PyObject *args) {
+    Py_ssize_t from, to;
+    if (!PyArg_ParseTuple(args, "nn", &from, &to)) return nullptr;
+    if (from < 0 || to < from) {
+        PyErr_SetString(PyExc_ValueError, "values(start, end) takes 0 <= start <= end");
+        return nullptr;
+    }
+    PyObject *list = PyList_New(0);
     bool ok = list != nullptr;
-    names(self).each([&](const Key &key) {
+    names(self).each((size_t)from, (size_t)to, [&](const Key &key) {
         PyObject *object = ok ? key_object(key) : nullptr;
-        if (object)
-            PyList_SET_ITEM(list, i++, object);
-        else
-            ok = false;
+        ok = object && PyList_Append(list, object) == 0;
+        Py_XDECREF(object);
     });
     if (!ok) Py_CLEAR(list);
     return list;
@@ -324,7 +332,8 @@ PyType_Spec keys_spec = {"kvatlas.core.tables.KeyTable", sizeof(Keys), 0, Py_TPF
 
 PyMethodDef names_methods[] = {
     {"get", names_get, METH_O, nullptr},
-    {"values", names_values, METH_NOARGS, nullptr},
+    {"slots", names_slots_count, METH_NOARGS, nullptr},
+    {"values", names_values, METH_VARARGS, nullptr},
     {"__sizeof__", size_of<Names>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
