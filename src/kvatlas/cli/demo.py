@@ -183,10 +183,14 @@ class Demo:
 
     def _linger(self, engines: Engines, url: str) -> None:
         """Prints where everything is and waits until it is interrupted."""
-        self._console.print(f"\nkvatlas: {url}/v1 (model {engines.model}), {url}/metrics")
-        for name, engine_url in engines.urls.items():
-            self._console.print(f"{name}: {engine_url}")
-        self._console.print(f"logs: {self._logs}\nCtrl-C ends it all.")
+        lines = [
+            "",
+            f"kvatlas: {url}/v1, model {engines.model}",
+            *(f"{name}: {engine_url}" for name, engine_url in engines.urls.items()),
+            f"logs: {self._logs}",
+            "Ctrl-C ends it all.",
+        ]
+        self._console.print("\n".join(lines), markup=False, soft_wrap=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 time.sleep(0.5)
@@ -202,6 +206,7 @@ class Demo:
             "  kvatlas serve --help         put it in front of your own engines\n"
             f"  logs of this run: {self._logs}",
             markup=False,
+            soft_wrap=True,
         )
 
 
