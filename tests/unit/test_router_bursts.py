@@ -8,7 +8,7 @@ import pytest
 
 from kvatlas.core.layout import plain
 from kvatlas.core.records import Publisher, Resume
-from kvatlas.core.router import FAIR_SHARE_FLOOR, Ask, Decision, Params, Router
+from kvatlas.core.router import FAIR_SHARE_FLOOR, IDLE_SHARE, Ask, Decision, Params, Router
 
 BLOCK = 50
 PREFIX = [b"%016d" % i for i in range(80)]
@@ -58,3 +58,14 @@ def test_holders_beyond_the_first_few_are_found_when_those_are_full() -> None:
     held = tuple(Resume(Publisher(f"w{i}"), 4000, 4000, (4000,)) for i in range(20))
     for number in range(20 * FAIR_SHARE_FLOOR):
         assert send(made, number, held).plans[0].resume_tokens == 4000
+
+
+def test_no_engine_stands_idle_in_a_crowd() -> None:
+    """Twice the fair share alone would let half of the engines take them all."""
+    made = router(8)
+    held = (Resume(Publisher("w0"), 4000, 4000, (4000,)),)
+    for number in range(480):
+        send(made, number, held)
+        loads = made.in_flight().values()
+        assert min(loads) > 0 or max(loads) <= IDLE_SHARE
+    assert min(made.in_flight().values()) > 0

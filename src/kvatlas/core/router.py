@@ -22,6 +22,7 @@ IDLE_MAX = 4  # and the least loaded ones
 CHARGE = 0.5  # price of a second of engine time taken from others, in seconds of one's own
 FAIR_SHARE = 2  # no engine holds more than this times its fair share of what is in flight…
 FAIR_SHARE_FLOOR = 4  # …once it has more than this many
+IDLE_SHARE = 16  # and not more than this many while another one has nothing to do
 EXPECTED_MAX = 1_000_000
 EXPECTED_GRACE_S = 2.0  # between a first token and the events that announce its blocks
 
@@ -212,8 +213,10 @@ class Router:
         resumes = {r.publisher: r for r in ask.resumes}
         expected = self._expected_tokens(ask, resumes) if self._expected else {}
         allowed = {e.publisher: e for e in engines}
-        total = sum([e.in_flight + e.foreign for e in engines]) + 1
-        share = max(FAIR_SHARE_FLOOR, math.ceil(FAIR_SHARE * total / len(engines)))
+        loads = [e.in_flight + e.foreign for e in engines]
+        share = max(FAIR_SHARE_FLOOR, math.ceil(FAIR_SHARE * (sum(loads) + 1) / len(engines)))
+        if share > IDLE_SHARE and not min(loads):  # else half of the engines could serve all
+            share = IDLE_SHARE
         held = (r.publisher for r in ask.resumes if r.tokens)
         coming = sorted(expected, key=lambda p: -expected[p])
         candidates: dict[Publisher, _Engine] = {}
