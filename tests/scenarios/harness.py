@@ -321,7 +321,7 @@ class FakeWorker:
         self.asleep = False
         self.healthy = True
         self.started = 1000.0
-        self.hold_s = 0.0
+        self.gate: asyncio.Event | None = None  # answers wait for it
         self.cached_tokens = 0
         self.busy = self.most = 0  # requests that it holds now, and the most it ever held
         self._server: HttpServer | None = None
@@ -409,8 +409,9 @@ class FakeWorker:
 
 
 async def answer(worker: FakeWorker, request: Request, reply: Reply) -> None:
-    """After ``hold_s``: three events and usage where a stream is asked for, else one object."""
-    await asyncio.sleep(worker.hold_s)
+    """Once the gate is open: three events and usage where a stream is asked for, else an object."""
+    if worker.gate is not None:
+        await worker.gate.wait()
     try:
         body = json.loads(request.body)
     except ValueError:
@@ -441,6 +442,21 @@ def stub_workers(cluster: StubCluster, layout: str, **more: Any) -> list[WorkerC
         WorkerConfig(name=a.name, url=a.url, engine="stub", layout=layout, **more)
         for a in cluster.addresses
     ]
+
+
+async def crowd(
+    workers: Sequence[FakeWorker], requests: Sequence[Awaitable[Answer]]
+) -> list[Answer]:
+    """All requests at once: nobody is answered before the workers hold every one of them."""
+    gate = asyncio.Event()
+    for worker in workers:
+        worker.gate, worker.most = gate, worker.busy
+    running = asyncio.gather(*requests)
+    async with asyncio.timeout(WAIT_S):
+        while sum(worker.busy for worker in workers) < len(requests) and not running.done():
+            await asyncio.sleep(0.01)
+    gate.set()
+    return list(await running)
 
 
 def shares(answers: Iterable[Answer]) -> Counter[str]:
