@@ -126,6 +126,8 @@ def test_sglang_keeps_only_plain_chats_here() -> None:
     assert template("chatml").render(plain, "sglang") == template("chatml").render(plain)
     for other in (
         chat(("user", "q"), ("assistant", "a")),
+        chat(("system", "x-anthropic-billing-header: 1\nrest"), ("user", "q")),
+        chat(("user", "q"), reasoning_effort="low"),
         chat(("user", [{"type": "text", "text": "q"}])),
         chat(("user", "q"), tools=[{"type": "function", "function": {"name": "f"}}]),
     ):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvatlas.config import TokenizerConfig
 from kvatlas.errors import ConfigError, EngineError
 from kvatlas.service.chat_messages import Dialect, Unkeyable
+from kvatlas.service.http_client import StatusError
 from kvatlas.service.tokens import Prompt, Tokenizer
 from kvatlas.service.verify import (
     CHAT,
@@ -73,7 +74,7 @@ class FakeEngine:
         path = CHAT if "messages" in question else COMPLETION
         prompt = await self.tokenizer.prompt(path, question)
         if prompt.reason:
-            raise EngineError(f"400: {prompt.reason}")
+            raise StatusError(prompt.reason, status=400)
         return {"tokens": ids(prompt), "count": prompt.count}
 
     def endpoint(self, dialect: Dialect = "vllm") -> Endpoint:
@@ -322,6 +323,22 @@ class TestEndpoint:
         assert tokenizer.state().unkeyed == {"endpoint_failed": 21}
         await tokenizer.close()
 
+    async def test_requests_that_the_engine_refuses_are_no_failures(self) -> None:
+        """Otherwise a client with invalid requests could rest the endpoint for everybody."""
+        engine = FakeEngine()
+        statuses = [*(400, 413, 422) * 3, 404, 500, 503, 503]
+
+        async def refuses(question: dict[str, Any]) -> object:
+            raise StatusError("no", status=statuses[len(engine.asked) - 1])
+
+        engine.override = refuses
+        tokenizer = load("", engine.endpoint())
+        reasons = [(await tokenizer.prompt(CHAT, user())).reason for _ in statuses]
+        assert reasons == ["engine_refuses"] * 9 + ["endpoint_failed"] * 4
+        assert tokenizer.state().endpoint_failures == 3
+        assert len(engine.asked) == 12  # then it rests
+        await tokenizer.close()
+
     async def test_no_engine_to_ask(self) -> None:
         engine = FakeEngine()
         engine.urls = []
@@ -530,6 +547,9 @@ class TestSglang:
         engine = FakeEngine(local)
         tokenizer = load(model_dir, engine.endpoint("sglang"))
         assert (await tokenizer.prompt(CHAT, user())).source == "local"
+        # SGLang heeds no add_special_tokens.
+        plain = await tokenizer.prompt(COMPLETION, {"prompt": "a", "add_special_tokens": False})
+        assert ids(plain)[0] == 0
         with_tools = user(tools=[{"type": "function", "function": {"name": "f"}}])
         assert (await tokenizer.prompt(CHAT, with_tools)).source == "endpoint"
         await tokenizer.close()

@@ -29,6 +29,7 @@ Reason = Literal[
     "malformed",  # not a request that the engine would accept
     "encode_failed",  # the tokenizer library gave up on the text
     "unknown_path",
+    "engine_refuses",  # its endpoint called the request invalid, as the engine itself will
     "endpoint_failed",
     "endpoint_busy",
 ]
@@ -241,12 +242,13 @@ def check_sglang(body: Mapping[str, Any], messages: list[Any]) -> None:
     (`serving_chat.py` there: joins parts by spaces, turns a last assistant message into a user's,
     filters and re-dumps tools)."""
     plain = (
-        not body.get("tools")
+        not body.keys() & {"tools", "documents", "reasoning", "reasoning_effort"}
         and not body.get("continue_final_message")
         and body.get("add_generation_prompt", True) is True
         and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages)
         and all(m.keys() <= {"role", "content"} for m in messages)
         and all(m["role"] in ("system", "user", "assistant") for m in messages)
+        and not any(m["content"].startswith(_BILLING_LINE) for m in messages)
         and messages[-1]["role"] != "assistant"
     )
     if not plain:

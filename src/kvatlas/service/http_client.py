@@ -48,6 +48,14 @@ class SilenceError(ResponseError):
     """Nothing came for the idle timeout."""
 
 
+class StatusError(EngineError):
+    """An answer with a status other than 2xx, where only 2xx will do."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class Sink(Protocol):
     """Hears one response: head once, then data any number of times.
 
@@ -285,7 +293,7 @@ def _payload(method: str, origin: Origin, target: str, headers: Headers, body: b
 def _checked(answer: Response, url: str) -> Any:
     if not 200 <= answer.status < 300:
         text = answer.body[:200].decode("utf-8", "replace")
-        raise EngineError(f"{url}: status {answer.status}: {text}")
+        raise StatusError(f"{url}: status {answer.status}: {text}", status=answer.status)
     return answer.json()
 
 

@@ -17,10 +17,18 @@ from typing import Any, Literal
 import msgspec
 
 from kvatlas.config import TokenizerConfig
-from kvatlas.service.chat_messages import ENDPOINT_KNOWS, Dialect, Unkeyable, flag
+from kvatlas.service.chat_messages import ENDPOINT_KNOWS, Dialect, Unkeyable
 from kvatlas.service.chat_template import ChatTemplate
 from kvatlas.service.encoder import Encoder
-from kvatlas.service.verify import CHAT, COMPLETION, GOLDEN, Endpoint, difference, to_bytes
+from kvatlas.service.verify import (
+    CHAT,
+    COMPLETION,
+    GOLDEN,
+    Endpoint,
+    add_special_tokens,
+    difference,
+    to_bytes,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -200,10 +208,9 @@ class Tokenizer:
             raise Unkeyable("no_tokenizer")
         if path == CHAT:
             texts = [self._template.render(body, self._dialect)]
-            special = flag(body, "add_special_tokens", False)
         else:
             texts = _texts(path, body)
-            special = flag(body, "add_special_tokens", True)
+        special = add_special_tokens(path, body, self._dialect)
         return [await self._encode(self._encoder, text, special) for text in texts]
 
     async def _encode(self, encoder: Encoder, text: str, special: bool) -> bytes:

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvatlas.service.chat_messages import Dialect, Unkeyable, flag, template_kwargs
+from kvatlas.service.chat_messages import Dialect, Reason, Unkeyable, flag, template_kwargs
+from kvatlas.service.http_client import StatusError
 
 
 class PostJson(Protocol):
@@ -24,6 +25,8 @@ class PostJson(Protocol):
 
     def __call__(self, url: str, obj: object, *, timeout_s: float) -> Awaitable[Any]: ...
 
+
+_INVALID = (400, 413, 422)  # the request is at fault, not the endpoint
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -68,7 +71,7 @@ class Endpoint:
         """The ids of each prompt, uint32 little endian, within ``timeout_s`` in all.
 
         ``prompts``: the texts of a completion. ``url`` asks just this engine, and asks again what
-        was answered before. Raises `Unkeyable`: "endpoint_failed", "endpoint_busy", "malformed".
+        was answered before. Raises `Unkeyable`.
         """
         if self._in_flight >= self._IN_FLIGHT_MAX:
             raise Unkeyable("endpoint_busy")
@@ -96,6 +99,11 @@ class Endpoint:
         try:
             answer = await self._post_json(f"{base}/tokenize", question, timeout_s=deadline_s - now)
             tokens = to_bytes(answer["tokens"])
+        except StatusError as error:
+            if error.status not in _INVALID:
+                self._failed()
+            reason: Reason = "engine_refuses" if error.status in _INVALID else "endpoint_failed"
+            raise Unkeyable(reason, str(error)) from error
         except Exception as error:  # whatever the HTTP layer raises: the request goes on without
             self._failed()
             detail = f"{base}/tokenize: {type(error).__name__}: {error}"
@@ -142,7 +150,7 @@ def questions_for(
     """The bodies of the /tokenize calls that answer for one request. Raises `Unkeyable`."""
     model = {"model": body["model"]} if "model" in body else {}
     if path == COMPLETION:
-        special = flag(body, "add_special_tokens", True)
+        special = add_special_tokens(path, body, dialect)
         return [{**model, "prompt": text, "add_special_tokens": special} for text in prompts]
     if dialect == "sglang":
         keys = ("messages", "tools", "tool_choice", "reasoning_effort", "continue_final_message")
@@ -154,12 +162,19 @@ def questions_for(
         "messages": _messages(body.get("messages")),
         "add_generation_prompt": params.pop("add_generation_prompt"),
         "continue_final_message": params.pop("continue_final_message"),
-        "add_special_tokens": flag(body, "add_special_tokens", False),
+        "add_special_tokens": add_special_tokens(path, body, dialect),
         "chat_template_kwargs": {k: v for k, v in params.items() if v is not None},
     }
     if body.get("tools") is not None:
         question["tools"] = body["tools"]
     return [question]
+
+
+def add_special_tokens(path: str, body: Mapping[str, Any], dialect: Dialect) -> bool:
+    """Whether a start token is put before the text: for plain text it is, before what a template
+    rendered it is not. vLLM lets the client choose; SGLang does not. Raises `Unkeyable`."""
+    default = path == COMPLETION
+    return default if dialect == "sglang" else flag(body, "add_special_tokens", default)
 
 
 def _messages(messages: object) -> object:
