@@ -302,7 +302,7 @@ def test_windowed_groups_list_fewer_hashes_than_blocks() -> None:
         extra_keys=[["tenantA"]],  # of a block that need not be the first
     )
     assert (event.kind, event.window_tokens, event.group) == ("sliding_window_mla", 128, 1)
-    assert (event.hashes, len(event.tokens), event.salt) == ((8,), 32, "")
+    assert (event.hashes, event.tokens, event.range_tokens, event.salt) == ((8,), b"", 8, "")
     assert decode([stored(block_hashes=[], group_idx=1)]) == Batch(7, 5.0, ())
 
 

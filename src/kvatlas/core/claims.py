@@ -170,8 +170,8 @@ class Claims:
                 self._assemble(lane, windows, engine_hash, key, applied)
 
     def _stored_window(self, lane: int, event: BlockStored, applied: Applied) -> None:
-        blocks = len(event.tokens) // 4 // event.block_tokens
-        contiguous = bool(event.tokens) and len(event.hashes) == blocks
+        blocks = (event.range_tokens or len(event.tokens) // 4) // event.block_tokens
+        contiguous = 0 < blocks == len(event.hashes)
         wanted = self._pool.lanes[lane].group.window_blocks() or 0
         if contiguous and blocks > wanted:
             # An engine that keeps only window tails never lists a whole range, except when it is

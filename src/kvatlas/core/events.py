@@ -18,7 +18,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
 
     ``hashes`` lists the kept blocks in token order, ``tokens`` the ids (uint32, little endian) of
     the whole newly cached range that starts after ``parent``. For a windowed group the list is
-    shorter than the range: the two must never be zipped. ``tokens`` may be empty (location only).
+    shorter than the range: the two must never be zipped, and ``tokens`` may be left out, as long
+    as ``range_tokens`` says how many there are. Both are empty for a location alone.
     ``salt`` counts only where ``parent`` is None. ``extras`` holds per block of ``block_tokens``
     what else identifies its content (images, embeddings), b"" for none; () means none at all.
     """
@@ -34,6 +35,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     salt: str = ""
     adapter: str = ""
     extras: tuple[bytes, ...] = ()
+    range_tokens: int = 0
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):

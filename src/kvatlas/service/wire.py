@@ -65,7 +65,7 @@ class _Stored(msgspec.Struct):
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
-    token_ids: list[int]
+    token_ids: msgspec.Raw  # decoded only where the ids themselves are needed
     block_size: int
     lora_id: object = None
     medium: str | None = None
@@ -123,6 +123,7 @@ _decode_map = msgspec.msgpack.Decoder(_Map).decode
 _decode_array = msgspec.msgpack.Decoder(_Array).decode
 _decode_tag_map = msgspec.msgpack.Decoder(_TagMap).decode
 _decode_tag_array = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 _decode_text = msgspec.msgpack.Decoder(str).decode
 
 
@@ -251,16 +252,19 @@ def _stored(event: _Stored, positional: bool) -> BlockStored | None:
     if parent is not None:
         parent = _hash(parent)
     block = event.block_size
-    tokens = _tokens(event.token_ids)
+    count = _array_length(event.token_ids)
     blocks = 0
     if not 0 <= block <= BLOCK_TOKENS_MAX:
         raise _Malformed("block size out of range")
-    if event.token_ids:
-        if not block or len(event.token_ids) % block:
+    if count:
+        if not block or count % block:
             raise _Malformed("tokens are not whole blocks")
-        blocks = len(event.token_ids) // block
+        blocks = count // block
         if len(hashes) > blocks:
             raise _Malformed("more hashes than blocks")
+    window = _number(event.kv_cache_spec_sliding_window)
+    # A windowed group repeats the ids of the chain group's range; its blocks are found by hash.
+    tokens = _tokens(event.token_ids) if count and window is None else b""
     salt = getattr(event, "cache_salt", None) or ""
     adapter = _adapter(event)
     extras: tuple[bytes, ...] = ()
@@ -280,10 +284,11 @@ def _stored(event: _Stored, positional: bool) -> BlockStored | None:
         tier,
         group,
         _text(event.kv_cache_spec_kind),
-        _number(event.kv_cache_spec_sliding_window),
+        window,
         _named(salt),
         adapter,
         extras,
+        0 if tokens else count,
     )
 
 
@@ -318,9 +323,22 @@ def _hash(value: Hash) -> int:
     return value & _MASK
 
 
-def _tokens(ids: list[int]) -> bytes:
+def _array_length(raw: msgspec.Raw) -> int:
+    """How many items a MessagePack array has, by its header alone."""
+    view = memoryview(raw)
+    first = view[0]
+    if first & 0xF0 == 0x90:
+        return first & 0x0F
+    if first == 0xDC:
+        return int.from_bytes(view[1:3], "big")
+    if first == 0xDD:
+        return int.from_bytes(view[1:5], "big")
+    raise _Malformed("token ids are no list")
+
+
+def _tokens(raw: msgspec.Raw) -> bytes:
     """uint32, little endian. Raises OverflowError for what is no token id."""
-    packed = array("I", ids)
+    packed = array("I", _decode_ids(raw))
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
