@@ -58,10 +58,10 @@ COMPLETION = _json_response(
         }
     ).encode()
 )
-MODELS = _json_response(
-    json.dumps({"object": "list", "data": [{"id": "mock", "object": "model"}]}).encode()
-)
-EMPTY = _json_response(b"{}")
+_MODEL = {"id": "mock", "object": "model", "created": 0, "owned_by": "vllm", "root": "mock"}
+MODELS = _json_response(json.dumps({"object": "list", "data": [_MODEL]}).encode())
+PAGES = {b"/v1/models": MODELS, b"/health": _json_response(b"{}")}
+MISSING = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
 
 
 class Engine(asyncio.Protocol):
@@ -93,7 +93,7 @@ class Engine(asyncio.Protocol):
         url, body = self.url, self.body
         self.url = self.body = b""
         if b"/completions" not in url:
-            self.transport.write(MODELS if b"models" in url else EMPTY)
+            self.transport.write(PAGES.get(url, MISSING))
         elif b'"stream": true' in body or b'"stream":true' in body:
             self.transport.write(STREAM_HEAD)
             self.step(0, b"include_usage" in body)
