@@ -129,6 +129,9 @@ def test_each_block_of_each_group_alone_changes_the_answer(layout: Layout, how: 
 @pytest.mark.parametrize("group", range(5))
 def test_damage_is_still_seen_long_after_it_left_every_window(group: int) -> None:
     cold = answer(run(engine()[0], "cold", ids(4000)))
+    sound, _ = engine()
+    run(sound, "start", ids(1025))
+    assert answer(run(sound, "longer", ids(4000))) == cold
     machine, memory = engine()
     run(machine, "start", ids(1025))
     refs = admitted(run(machine, "probe", ids(1025))).resumed
@@ -197,6 +200,21 @@ def test_blocks_of_a_request_aborted_in_mid_step_hold_the_right_bytes() -> None:
     machine.handle(Abort("gone"), 0.0)
     warm = run(machine, "warm", ids(600))
     assert admitted(warm).cached_tokens == 512
+    assert answer(warm) == cold
+
+
+def test_a_window_pieced_together_from_two_requests_is_as_good_as_one() -> None:
+    """The first block of a window may come from a text that goes on differently after it."""
+    spec = msgspec.structs.replace(SPEC, retention_tokens=None)
+    cold = answer(run(engine(V4, spec)[0], "cold", ids(300)))
+    machine, _ = engine(V4, spec)
+    run(machine, "other", ids(256)[: 200 * 4] + ids(100, seed=3))
+    run(machine, "same", ids(256))
+    warm = run(machine, "warm", ids(300))
+    resumed = admitted(warm)
+    assert resumed.cached_tokens == 256
+    first, second = [r.block_id for r in resumed.resumed if r.group == 0]
+    assert abs(first - second) > 1, "both blocks came from one request"
     assert answer(warm) == cold
 
 

@@ -381,7 +381,6 @@ class Engine:
         self.pool.release(victim.holding)
         self._model.release(victim.arrive.id)
         victim.running = False
-        victim.computed = 0
         self._waiting.appendleft(victim)
 
     def _schedule_waiting(self, budget: int, effects: list[Effect]) -> None:

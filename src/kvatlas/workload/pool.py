@@ -332,15 +332,15 @@ class Pool:
             self._alias(slot, holding)
 
     def _kept(self, slot: Slot, holding: Holding, start: int, end: int) -> list[int] | range:
-        """Indices of the blocks in start…end-1 that some later resume could need."""
+        """Indices of the blocks in start…end-1 that some later resume could need. All of them are
+        still held: what left the window ends before the grid position that is cached next."""
         if slot.need is None:
             return range(start, end)
-        first = max(start, holding.first[slot.index])
-        stretch = self.grid if self.retention is None else self.retention
-        per_stretch = stretch // slot.block_tokens
-        if stretch and slot.need >= per_stretch:
-            return range(first, end)
         size = slot.block_tokens
+        stretch = self.grid if self.retention is None else self.retention
+        per_stretch = stretch // size
+        if stretch and slot.need >= per_stretch:
+            return range(start, end)
         ends: set[int] = set()
         if stretch:
             ends.update(range(start // per_stretch * per_stretch, end + per_stretch, per_stretch))
@@ -349,7 +349,7 @@ class Pool:
                 ends.add(boundary // self.grid * self.grid // size)
         kept: set[int] = set()
         for stop in ends:
-            kept.update(range(max(first, stop - slot.need), min(end, stop)))
+            kept.update(range(max(start, stop - slot.need), min(end, stop)))
         return sorted(kept)
 
     def _add(self, slot: int, key: int, index: int, holding: Holding) -> None:

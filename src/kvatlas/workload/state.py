@@ -9,7 +9,8 @@ computes depends on the bytes that it resumed from, of every required group:
 
 So a resume from correct bytes ends with the same digest as computing everything, and damaged,
 swapped or missing bytes of any required group end with another one, however far back they lie.
-State advances from one grid position to the next: the only places where a resume can begin.
+State advances from one grid position to the next, the only places where a resume can begin. The
+bytes of a block depend on no token after its end: an engine may take it from another request.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _NOTHING = b"\xff" * BLOCK_BYTES  # what reading a block that was never written 
 class _Lane:
     """The running value of one group for one request."""
 
-    __slots__ = ("length", "slot", "tag", "units", "value")
+    __slots__ = ("ends", "length", "slot", "tag", "value")
 
     def __init__(self, slot: Slot, grid: int, seed: bytes) -> None:
         self.slot = slot
         self.tag = slot.index.to_bytes(2, "little") + seed
-        self.units = slot.group.units(grid)
+        self.ends = _ends(slot, grid)
         self.length = 0 if slot.need is None else slot.need * BLOCK_BYTES
         self.value = b""
 
@@ -45,12 +46,23 @@ class _Lane:
         else:
             self.value = (self.value + block_bytes)[-self.length :]
 
-    def step(self, tokens_digest: bytes) -> bytes:
-        """Compute one grid step: the bytes of its ``units`` last blocks, taken in as well."""
-        seed = b"".join((self.tag, self.value, tokens_digest))
-        new = shake_128(seed).digest(self.units * BLOCK_BYTES)
+    def step(self, texts: dict[int, bytes]) -> bytes:
+        """Compute one grid step: the bytes of the blocks that count, taken in as well.
+
+        ``texts`` digests the step's tokens up to each end of a block.
+        """
+        text = b"".join([texts[end] for end in self.ends])
+        past = shake_128(self.tag + self.value).digest(len(text))
+        mixed = int.from_bytes(text, "little") ^ int.from_bytes(past, "little")
+        new = mixed.to_bytes(len(text), "little")
         self.take(new)
         return new
+
+
+def _ends(slot: Slot, grid: int) -> tuple[int, ...]:
+    """Where, in tokens from the start of a grid step, the blocks end that count for a resume."""
+    size = slot.block_tokens
+    return tuple(range(grid - (slot.group.units(grid) - 1) * size, grid + 1, size))
 
 
 class _Sequence:
@@ -73,6 +85,7 @@ class Memory:
     def __init__(self, layout: Layout, *, vocabulary: int = 32000) -> None:
         self._grid = layout.grid_tokens
         self._slots = [s for s in unroll(layout) if s.group.required]
+        self._ends = sorted({end for slot in self._slots for end in _ends(slot, self._grid)})
         self._vocabulary = vocabulary
         self._bytes: dict[int, bytes] = {}
         self._sequences: dict[str, _Sequence] = {}
@@ -149,17 +162,24 @@ class Memory:
         sequence.resumed = ()
         for lane in sequence.lanes:
             blocks = by_slot.get(lane.slot.index, [])
-            for start in range(0, len(blocks), lane.units):
-                lane.take(b"".join(blocks[start : start + lane.units]))
+            units = len(lane.ends)
+            for start in range(0, len(blocks), units):
+                lane.take(b"".join(blocks[start : start + units]))
 
     def _step(self, sequence: _Sequence, tokens: bytes, filled: dict[tuple[int, int], int]) -> None:
         sequence.position += self._grid
-        tokens_digest = blake2b(tokens, digest_size=16).digest()
+        texts: dict[int, bytes] = {}
+        digest = blake2b(digest_size=BLOCK_BYTES)
+        done = 0
+        for end in self._ends:
+            digest.update(tokens[done * TOKEN_BYTES : end * TOKEN_BYTES])
+            texts[end] = digest.digest()
+            done = end
         for lane in sequence.lanes:
-            new = lane.step(tokens_digest)
+            new = lane.step(texts)
             slot = lane.slot
-            first = sequence.position // slot.block_tokens - lane.units
-            for unit in range(lane.units):
+            first = sequence.position // slot.block_tokens - len(lane.ends)
+            for unit in range(len(lane.ends)):
                 block = filled.get((slot.index, first + unit))
                 if block is not None:
                     self._bytes[block] = new[unit * BLOCK_BYTES : (unit + 1) * BLOCK_BYTES]
