@@ -10,7 +10,7 @@ help:        ## this list
 
 setup: .venv/.done  ## .venv with kvatlas and what its development needs
 
-.venv/.done: pyproject.toml setup.py src/kvatlas/core/tables.cpp
+.venv/.done: pyproject.toml setup.py $(wildcard src/kvatlas/core/*.cpp)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing kvatlas into .venv ..."
 	@$(BIN)/pip install -q -e '.[dev]'
