@@ -150,27 +150,25 @@ def run() -> dict[str, Any]:
 
 
 def _row(ours: list[int], theirs: list[int], *, floor: float) -> dict[str, float]:
-    row = {
-        "ours_us": statistics.median(ours) / 1e3,
-        "theirs_us": statistics.median(theirs) / 1e3,
-        "ours_p90_us": statistics.quantiles(ours, n=10)[-1] / 1e3,
-        "theirs_p90_us": statistics.quantiles(theirs, n=10)[-1] / 1e3,
-        "floor": floor,
-    }
+    row: dict[str, float] = {"floor": floor}
+    for who, samples in (("ours", ours), ("theirs", theirs)):
+        tenths = statistics.quantiles(samples, n=10)
+        row[f"{who}_us"] = statistics.median(samples) / 1e3
+        row[f"{who}_p10_us"], row[f"{who}_p90_us"] = tenths[0] / 1e3, tenths[-1] / 1e3
     row["ratio"] = row["theirs_us"] / row["ours_us"]
+    row["ratio_p10"] = row["theirs_p10_us"] / row["ours_p10_us"]
     return {key: round(value, 2) for key, value in row.items()}
 
 
 def _print(figures: dict[str, dict[str, float]]) -> None:
-    table = Table(title="µs, median (p90); ratio = Dynamo / kvatlas", title_justify="left")
-    for column in ("kvatlas / Dynamo", "kvatlas", "Dynamo", "ratio", "floor"):
+    table = Table(title="µs, median (p10 to p90); ratio = Dynamo / kvatlas", title_justify="left")
+    for column in ("kvatlas / Dynamo", "kvatlas", "Dynamo", "ratio", "of p10", "floor"):
         table.add_column(column, justify="left" if column.startswith("kvatlas /") else "right")
     for name, row in figures.items():
-        table.add_row(
-            name,
-            f"{row['ours_us']:.0f} ({row['ours_p90_us']:.0f})",
-            f"{row['theirs_us']:.0f} ({row['theirs_p90_us']:.0f})",
-            f"{row['ratio']:.2f}",
-            f"{row['floor']:g}" if row["floor"] else "",
-        )
-    Console(width=110).print(table)
+        cells = [
+            f"{row[f'{who}_us']:.0f} ({row[f'{who}_p10_us']:.0f} to {row[f'{who}_p90_us']:.0f})"
+            for who in ("ours", "theirs")
+        ]
+        ratios = f"{row['ratio']:.2f}", f"{row['ratio_p10']:.2f}"
+        table.add_row(name, *cells, *ratios, f"{row['floor']:g}" if row["floor"] else "")
+    Console(width=125).print(table)

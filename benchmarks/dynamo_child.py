@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import array
 import asyncio
+import gc
+import itertools
 import json
+import random
 import resource
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,6 @@ from benchmarks import world
 
 _MODEL = "benchmark"
 _STORE = b'{"event_id":%d,"data":{"stored":{"parent_hash":%s,"blocks":[%s]}},"dp_rank":0}'
-_REMOVE = b'{"event_id":%d,"data":{"removed":{"block_hashes":[%s]}},"dp_rank":0}'
 
 
 def store_event(number: int, parent: int | None, hashes: Sequence[int], local: Sequence[int]):
@@ -35,13 +37,9 @@ def store_event(number: int, parent: int | None, hashes: Sequence[int], local: S
     return _STORE % (number, b"null" if parent is None else b"%d" % parent, blocks)
 
 
-def remove_event(number: int, hashes: Sequence[int]) -> bytes:
-    """The event that takes blocks away again."""
-    return _REMOVE % (number, b",".join(b"%d" % h for h in hashes))
-
-
 def resident_bytes() -> int:
     """Resident memory of this process."""
+    gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
@@ -195,6 +193,47 @@ class Peer:
         scores = self.tree.find_matches(self.hashes[match][number]).scores
         return {str(worker): blocks for (worker, _), blocks in scores.items()}
 
+    def tree_memory(self, workers: int, holders: int, chain: int) -> float:
+        """Bytes per block-holder of a fresh radix tree in which ``workers`` hold every block."""
+        tree = RadixTree()
+        before, done = resident_bytes(), 0
+        events = _tree_events(1, chain, chain)
+        while done < holders:
+            event = next(events)
+            for worker in range(workers):
+                tree.apply_event(worker, event)
+                done += chain
+        tree.find_matches([1])  # the tree works in a thread of its own: wait for it
+        return (resident_bytes() - before) / done
+
+    def tree_ingest(self, seed: int, blocks: int, per_event: int, chain: int) -> list[float]:
+        """Blocks per second that a fresh radix tree takes in, and with its hashing of 256-token
+        blocks and the making of its events counted too."""
+        tree = RadixTree()
+        events = list(itertools.islice(_tree_events(seed, chain, per_event), blocks // per_event))
+        began = time.perf_counter()
+        for event in events:
+            tree.apply_event(0, event)
+        tree.find_matches([1])
+        alone_s = time.perf_counter() - began
+        tokens = world.ints(world.random_tokens(seed, per_event * world.BLOCK_TOKENS))
+        hashes = list(range(per_event))
+        began = time.perf_counter()
+        for number in range(len(events) // 8):  # hashing is steady: an eighth tells the rest
+            store_event(number, None, hashes, self.hash(tokens))
+        hashing_s = 8 * (time.perf_counter() - began)
+        return [blocks / alone_s, blocks / (alone_s + hashing_s)]
+
+
+def _tree_events(seed: int, chain: int, per_event: int) -> Iterator[bytes]:
+    source = random.Random(seed)
+    for number in itertools.count():
+        if number % (chain // per_event) == 0:
+            parent = None
+        hashes = [source.getrandbits(64) for _ in range(per_event)]
+        yield store_event(number, parent, hashes, [source.getrandbits(64) for _ in hashes])
+        parent = hashes[-1]
+
 
 async def _timed(call: Callable[..., Awaitable[None]], args: Sequence[Any]) -> list[int]:
     samples = []
@@ -212,7 +251,7 @@ async def _serve() -> None:
         call, args = getattr(peer, command["call"]), command["args"]
         if command["call"] == "fill":
             answer: Any = await call()
-        elif command["call"] == "found":
+        elif command["call"] in ("found", "tree_memory", "tree_ingest"):
             answer = call(*args)
         else:
             answer = await _timed(call, args)
