@@ -78,6 +78,7 @@ class Connection(asyncio.Protocol):
         self.transport: Any = None
         self.done: Any = None
         self.first_s = 0.0
+        self.last = b""  # what came last, to say what was wrong with it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -92,11 +93,12 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if not self.first_s:
             self.first_s = time.perf_counter()
+        self.last = data
         self.parser.feed_data(data)
 
     def on_message_complete(self) -> None:
         if self.parser.get_status_code() != 200:
-            self.done.set_exception(RuntimeError(f"status {self.parser.get_status_code()}"))
+            self.done.set_exception(RuntimeError(f"not 200: {self.last[-500:]!r}"))
         else:
             self.done.set_result((self.first_s, time.perf_counter()))
 

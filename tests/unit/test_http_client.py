@@ -114,6 +114,20 @@ async def test_no_second_try_after_the_first_byte_of_an_answer(client: HttpClien
         assert accepted == [0]
 
 
+async def test_bytes_after_an_answer_belong_to_nobody(client: HttpClient) -> None:
+    async def behave(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int
+    ) -> None:
+        await request_head(reader)
+        writer.write(OK + OK.replace(b"ok", b"no"))
+        await reader.read()
+
+    async with peer(behave) as (url, accepted):
+        for _ in range(3):
+            assert (await client.request("GET", url)).body == b"ok"
+        assert accepted == [0, 1, 2]
+
+
 async def test_connect_errors(client: HttpClient) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

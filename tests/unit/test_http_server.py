@@ -285,6 +285,22 @@ async def test_a_failing_handler_is_a_500_or_a_broken_stream(
     assert caplog.text.count("RuntimeError: planted") == 2
 
 
+async def test_a_body_that_ends_with_its_connection_is_broken_by_a_reset(serve: Serve) -> None:
+    async def fail(request: Request, reply: Reply) -> None:
+        reply.start(200, [])
+        reply.write(b"half")
+        await asyncio.sleep(0)
+        reply.abort()
+
+    server = await serve(fail)
+    raw = await Raw.to(server)
+    await raw.say(b"GET / HTTP/1.0\r\n\r\n")
+    with pytest.raises(ConnectionResetError):
+        async with asyncio.timeout(5):
+            await raw.reader.read(-1)
+    await raw.close()
+
+
 async def test_drain_lets_requests_end_and_closes_connections(serve: Serve) -> None:
     release = asyncio.Event()
 

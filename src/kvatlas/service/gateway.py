@@ -119,6 +119,9 @@ class Gateway:
         except RequestError as error:
             status = error.status
             _refuse(reply, error, request_id)
+        except Exception:  # ours: the server logs it and answers
+            status = 500
+            raise
         finally:
             self.metrics.answered(endpoint, status, time.perf_counter() - started_s)
 

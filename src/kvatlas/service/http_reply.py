@@ -25,7 +25,11 @@ class Wire(Protocol):
         ...
 
     def abort_after_flush(self) -> None:
-        """Sends what was written, then breaks the connection."""
+        """Sends what was written, then closes the connection."""
+        ...
+
+    def reset(self) -> None:
+        """Breaks the connection so that the client gets an error, not an end."""
         ...
 
     async def drain(self) -> None: ...
@@ -139,8 +143,12 @@ class Reply:
 
     def abort(self) -> None:
         """Breaks the connection, so that the client cannot take what it has for the whole."""
+        framed = self._chunked or self._left > 0
         self.ended = True
-        self._wire.abort_after_flush()
+        if self.started and not framed:  # a close would be the end of this body
+            self._wire.reset()
+        else:
+            self._wire.abort_after_flush()
 
     async def drain(self) -> None:
         """Waits until the client has read enough of what was written."""

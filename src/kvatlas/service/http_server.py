@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import socket
+import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
 from email.utils import formatdate
@@ -22,6 +23,8 @@ from kvatlas.service.http import Headers, Limits, Request, Sweeper, envelope, he
 from kvatlas.service.http_reply import Reply
 
 log = logging.getLogger(__name__)
+
+_LINGER_NEVER = struct.pack("ii", 1, 0)  # closing then sends RST
 
 Handler = Callable[[Request, Reply], Awaitable[None]]
 
@@ -180,6 +183,12 @@ class _Connection(asyncio.Protocol):
         self._flush()
         if self._transport is not None:
             self._transport.close()
+
+    def reset(self) -> None:
+        if self._transport is not None:
+            sock = self._transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NEVER)
+            self._transport.abort()
 
     def close_if_idle(self) -> None:
         if not self.busy and not self._in_head and not self._body_bytes:
