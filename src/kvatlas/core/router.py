@@ -288,8 +288,8 @@ class Router:
         result: dict[Publisher, int] = {}
         for fingerprint, keys in ask.keys.items():
             coming = 0  # engines that compute any of it right now: mostly none
-            for key in keys:
-                coming |= self._expected.get(key, 0)
+            for mask in filter(None, map(self._expected.get, keys)):
+                coming |= mask
             if not coming:
                 continue
             for engine in self._engines.values():
