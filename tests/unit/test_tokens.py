@@ -320,6 +320,20 @@ class TestEndpoint:
         assert tokenizer.state().unkeyed == {"endpoint_failed": 21}
         await tokenizer.close()
 
+    async def test_single_failures_do_not_rest_it(self) -> None:
+        engine = FakeEngine()
+
+        async def every_other(question: dict[str, Any]) -> object:
+            if len(engine.asked) % 2:
+                raise EngineError("connection reset")
+            return {"tokens": [1]}
+
+        engine.override = every_other
+        tokenizer = load("", engine.endpoint())
+        reasons = [(await tokenizer.prompt(CHAT, user(str(n)))).reason for n in range(12)]
+        assert reasons == ["endpoint_failed", ""] * 6
+        await tokenizer.close()
+
     async def test_requests_that_the_engine_refuses_are_no_failures(self) -> None:
         """Otherwise a client with invalid requests could rest the endpoint for everybody."""
         engine = FakeEngine()
@@ -355,7 +369,7 @@ class TestEndpoint:
         endpoint = engine.endpoint()
         with pytest.raises(Unkeyable, match="endpoint_failed"):
             await endpoint.tokens(COMPLETION, {}, [str(n) for n in range(10)])
-        assert len(engine.asked) == 3
+        assert (len(engine.asked), endpoint.calls, endpoint.failures) == (3, 3, 0)
 
     async def test_not_more_than_so_many_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Endpoint, "_IN_FLIGHT_MAX", 2)
