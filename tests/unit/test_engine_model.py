@@ -53,7 +53,7 @@ def drain(engine: Engine) -> list[tuple[float, Effect]]:
 
 
 def of(effects: list[tuple[float, Effect]], kind: type, id: str) -> list[Any]:
-    return [e for _, e in effects if isinstance(e, kind) and e.id == id]  # type: ignore[attr-defined]
+    return [e for _, e in effects if isinstance(e, kind) and getattr(e, "id", None) == id]
 
 
 def times(effects: list[tuple[float, Effect]], id: str) -> list[float]:

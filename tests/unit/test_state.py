@@ -194,11 +194,12 @@ def test_a_preemption_does_not_change_the_answer() -> None:
 
 def test_blocks_of_a_request_aborted_in_mid_step_hold_the_right_bytes() -> None:
     cold = answer(run(engine()[0], "cold", ids(600)))
-    machine, _ = engine()
+    machine, memory = engine()
     machine.handle(Arrive("gone", ids(600), 3), 0.0)
     machine.tick(0.0)
     machine.handle(Abort("gone"), 0.0)
     warm = run(machine, "warm", ids(600))
+    assert memory._sequences == {}
     assert admitted(warm).cached_tokens == 512
     assert answer(warm) == cold
 
