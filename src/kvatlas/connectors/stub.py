@@ -182,6 +182,8 @@ class StubEngine:
         for effect in self._handle(Arrive(id, tokens, output_tokens, salt, adapter)):
             if isinstance(effect, Rejected):
                 del self._open[id]
+                if effect.busy:
+                    raise RequestError(effect.reason, status=503, code="overloaded")
                 raise RequestError(effect.reason)
         self._counts.prompt_tokens += generation.prompt_tokens
         return generation
