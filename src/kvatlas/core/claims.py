@@ -10,6 +10,7 @@ the grid carries the same engine hash as the chain block that ends there (vLLM 0
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,7 @@ class Claims:
         self._keyring = keyring
         self._pool = pool
         self._names = NameTable()
-        self._recent: dict[int, bytes] = {}
+        self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._pending: dict[tuple[int, int], int] = {}  # (lane, hash) → tiers as bits
         self._lane_of_group: dict[int, int] = {}
         self._windows = {
@@ -312,7 +313,7 @@ class Claims:
         del self._names[engine_hash]
         self._recent[engine_hash] = key
         if len(self._recent) > RECENT_MAX:
-            del self._recent[next(iter(self._recent))]
+            self._recent.popitem(last=False)
 
     # -- which lane -----------------------------------------------------------------------------
 

@@ -245,12 +245,11 @@ class Directory:
     def holds(self, slot: _Slot, key: bytes) -> bool:
         """Does the publisher hold ``key`` in any lane and tier?"""
         bit = slot.bit
-        return any(
-            book.get(key, 0) & bit
-            for tiers in self._books[: len(slot.pool.lanes)]
-            for book in tiers
-            if book
-        )
+        for tiers in self._books[: len(slot.pool.lanes)]:
+            for book in tiers:
+                if book and book.get(key, 0) & bit:
+                    return True
+        return False
 
     def _store(self, book: KeyTable, key: bytes, mask: int) -> None:
         if mask:

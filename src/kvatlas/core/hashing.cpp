@@ -21,9 +21,13 @@ constexpr size_t SECRET = 32, KEY = 16, CHUNK = 64;
 
 #if defined(__x86_64__)
 
+// Asked once: on a virtual machine the question goes to the hypervisor and takes 20 µs or more.
 bool accelerated() {
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 29 & 1);
+    static const bool known = [] {
+        unsigned a, b, c, d;
+        return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 29 & 1);
+    }();
+    return known;
 }
 
 // FIPS 180-4, 4.2.2: the first 32 bits of the fractional parts of the cube roots of 64 primes.
