@@ -7,6 +7,7 @@ import lzma
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,14 +27,15 @@ def without_empty(payload: bytes) -> bytes:
 
 def with_ids(events: Sequence[Event], payload: bytes) -> list[Event]:
     """The decoder leaves out the token ids that windowed groups repeat: the stub sends them."""
-    whole = []
-    for event, sent in zip(events, msgspec.msgpack.decode(payload)[1], strict=True):
-        if isinstance(event, BlockStored) and event.range_tokens:
-            assert event.range_tokens == len(sent["token_ids"])
-            ids = array("I", sent["token_ids"]).tobytes()
-            event = msgspec.structs.replace(event, tokens=ids, range_tokens=0)
-        whole.append(event)
-    return whole
+
+    def whole(event: Event, sent: dict[str, Any]) -> Event:
+        if not isinstance(event, BlockStored) or not event.range_tokens:
+            return event
+        assert event.range_tokens == len(sent["token_ids"])
+        ids = array("I", sent["token_ids"]).tobytes()
+        return msgspec.structs.replace(event, tokens=ids, range_tokens=0)
+
+    return list(map(whole, events, msgspec.msgpack.decode(payload)[1]))
 
 
 @pytest.mark.parametrize("name", ["gqa", "swa", "swa-256", "v4", "v4-dense"])
