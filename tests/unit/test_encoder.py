@@ -132,6 +132,18 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     assert len(ids(loaded.encode("the quick brown fox", False))) > 2
 
 
+def test_a_token_that_begins_like_another(tmp_path: Path) -> None:
+    train(tmp_path, split=True)
+    tokenizer = reference(tmp_path)
+    tokenizer.add_special_tokens([f"{END}of{END}", f"{END}of"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    slow = load_slow(tmp_path)
+    assert isinstance(slow._backend, module._Tokenizers)
+    assert slow._backend._cut is not None
+    text = f"a{END}of{END}b{END}ofc{END}d"
+    assert ids(slow.encode(text, False)) == tokenizer.encode(text).ids
+
+
 @pytest.mark.parametrize("reaching", ["lstrip", "rstrip", "single_word"])
 def test_tokens_that_reach_into_their_neighbours(tmp_path: Path, reaching: str) -> None:
     train(tmp_path, split=True)
