@@ -192,6 +192,24 @@ async def test_a_gap_between_promise_and_report_raises_a_flag() -> None:
     assert bench.steering.health().flags == ()
 
 
+async def test_hits_that_nobody_foresaw_raise_it_too() -> None:
+    bench = Bench()
+    bench.store(bench.add("a"), 1)  # of another prompt, for all that our keys say
+    for number in range(25):
+        bench.end(await bench.route(str(number)), cached=96)
+    assert bench.steering.health().flags == ("hit_gap:a",)
+    text = bench.steering.gaps[Publisher("a")].flag
+    assert "promised only 17 % of the tokens that the engine reused" in text
+
+
+async def test_an_engine_without_events_has_no_gap() -> None:
+    bench = Bench()
+    bench.add("a")
+    for number in range(25):
+        bench.end(await bench.route(str(number)), cached=96)
+    assert bench.steering.health().flags == ()
+
+
 async def test_equal_request_ids_do_not_share_books() -> None:
     bench = Bench()
     bench.add("a")

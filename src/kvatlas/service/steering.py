@@ -57,30 +57,44 @@ class Rank(msgspec.Struct, frozen=True):
 
 
 class HitGap:
-    """Expected against reported hits of one engine: the alarm for silent failures."""
+    """Expected against reported hits of one engine: the alarm for silent failures.
+
+    Both directions count: hits that were promised and did not come, and hits that came unforeseen
+    (then our keys are not those of its events, no prefix ever matches, and routing is blind).
+    """
 
     def __init__(self) -> None:
         self.requests = 0
-        self.expected = self.reported = 0.0
+        # In tokens, fading: promised, and reused of these; reused, and foreseen of these.
+        self.expected = self.kept = self.reported = self.foreseen = 0.0
 
-    def observe(self, expected: int, reported: int) -> None:
-        """Token counts of one request whose engine reported what it resumed."""
-        if expected <= 0:
+    def observe(self, expected: int, reported: int, foreseen: int = 0) -> None:
+        """Token counts of one request whose engine reported what it resumed.
+
+        ``foreseen``: expected, and what other requests were computing there when it was sent.
+        """
+        if expected <= 0 and reported <= 0:
             return
         self.requests += 1
         self.expected = self.expected * _GAP_DECAY + expected
-        self.reported = self.reported * _GAP_DECAY + min(reported, expected)
+        self.kept = self.kept * _GAP_DECAY + min(reported, expected)
+        self.reported = self.reported * _GAP_DECAY + reported
+        self.foreseen = self.foreseen * _GAP_DECAY + min(reported, max(expected, foreseen))
 
     @property
     def flag(self) -> str:
         """Why this engine is suspect, "" when it is not."""
-        if self.requests < _GAP_REQUESTS_MIN or self.reported >= _GAP_SHARE_MAX * self.expected:
+        if self.requests < _GAP_REQUESTS_MIN:
             return ""
-        share = 100 * self.reported / self.expected
-        return (
-            f"the engine reused only {share:.0f} % of the tokens that its events promised: "
-            "compare tokenizer, chat template, block size and salt"
-        )
+        if self.kept < _GAP_SHARE_MAX * self.expected:
+            share = 100 * self.kept / self.expected
+            found = f"the engine reused only {share:.0f} % of the tokens that its events promised"
+        elif self.foreseen < _GAP_SHARE_MAX * self.reported:
+            share = 100 * self.foreseen / self.reported
+            found = f"its events promised only {share:.0f} % of the tokens that the engine reused"
+        else:
+            return ""
+        return f"{found}: compare tokenizer, chat template, block size and salt"
 
 
 class PredictionError:
@@ -228,10 +242,14 @@ class Steering:
         ok = 200 <= outcome.status < 300
         self._router.end(route.id, self._clock(), ok=ok, cached_tokens=outcome.cached_tokens)
         plan = pending.plans.get(outcome.target.worker)
-        if ok and plan is not None and plan.publisher in self.gaps:
-            if outcome.cached_tokens >= 0:
-                self.gaps[plan.publisher].observe(plan.resume_tokens, outcome.cached_tokens)
-            if outcome.ttft_s >= 0 and not pending.ask.unkeyed:
+        keyed = ok and not pending.ask.unkeyed
+        if keyed and plan is not None and plan.publisher in self.gaps:
+            cached = outcome.cached_tokens
+            # An engine that announces nothing promises nothing: the feed has its own flag.
+            if cached >= 0 and self._directory.holders_of(plan.publisher):
+                gap = self.gaps[plan.publisher]
+                gap.observe(plan.resume_tokens, cached, plan.expected_tokens)
+            if outcome.ttft_s >= 0:
                 self.errors[plan.publisher].observe(plan.price.ttft_s, outcome.ttft_s)
         self._log.ended(pending.entry, outcome)
 
