@@ -154,8 +154,8 @@ class StubCluster:
             if not 0 <= first <= 65_536 - each * options.count:
                 raise ConfigError(f"port {first}: no room for {options.count} engines above it")
         options.spec.check(options.layout)
+        tokenizer = make_tokenizer()  # may raise: before there is anything to close
         self._context = zmq.asyncio.Context()
-        tokenizer = make_tokenizer()
         self._running = [
             _Running(options, index, self._context, tokenizer) for index in range(options.count)
         ]
