@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import uvloop
 
-# The stub publisher and the encodings of the feed's own tests are used here too.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "integration"))
+# What other tests share: the stub publisher, chat templates, encodings of events.
+TESTS = Path(__file__).resolve().parents[1]
+sys.path += [str(TESTS), str(TESTS / "integration")]
 
 
 def pytest_asyncio_loop_factories(

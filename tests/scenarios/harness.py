@@ -8,15 +8,19 @@ through the public wire: HTTP to the gateway, HTTP and ZMQ between it and the wo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import os
 import re
+import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-from stub_publisher import BLOCK, StubPublisher, block_tokens
+from stub_publisher import BLOCK, StubPublisher, block_tokens, engine_hash
 
 from kvatlas.config import (
     Config,
@@ -27,6 +31,7 @@ from kvatlas.config import (
     TokenizerConfig,
     WorkerConfig,
 )
+from kvatlas.connectors.child import Child
 from kvatlas.connectors.stub_cluster import StubCluster
 from kvatlas.connectors.stub_text import TextTokenizer
 from kvatlas.core import sequence
@@ -142,6 +147,15 @@ class Product:
     async def stop(self) -> None:
         await self.gateway.close()
         await self.assembly.close()
+
+    @contextlib.asynccontextmanager
+    async def only_as_client(self, port: int) -> AsyncIterator[Self]:
+        """Of a gateway that runs elsewhere."""
+        self.client, self.port = HttpClient(), port
+        try:
+            yield self
+        finally:
+            await self.client.close()
 
     async def restart(self) -> None:
         """The same configuration and port, and nothing remembered."""
@@ -417,7 +431,7 @@ async def answer(worker: FakeWorker, request: Request, reply: Reply) -> None:
     except ValueError:
         body = {}
     prompt = body.get("prompt")
-    count = len(prompt) if isinstance(prompt, list) else 10
+    count = len(prompt) if isinstance(prompt, list) else max(10, worker.cached_tokens + 1)
     usage = {
         "prompt_tokens": count,
         "completion_tokens": 3,
@@ -457,6 +471,41 @@ async def crowd(
             await asyncio.sleep(0.01)
     gate.set()
     return list(await running)
+
+
+def announce(events: StubPublisher, ids: bytes, name: str) -> None:
+    """All full blocks of a prompt (ids as uint32), as one store; ``name`` makes their hashes."""
+    tokens = memoryview(ids).cast("I").tolist()
+    count = len(tokens) // BLOCK
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [engine_hash(f"{name}{i}") for i in range(count)],
+        "parent_block_hash": None,
+        "token_ids": tokens[: count * BLOCK],
+        "block_size": BLOCK,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
+    events.publish(event)
+
+
+def process(
+    directory: Path,
+    *command: str,
+    url: str,
+    health: str = "/health",
+    seed: str | None = None,
+) -> Child:
+    """``kvatlas`` with these arguments, started, with a PYTHONHASHSEED of its own."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
+    if seed is not None:
+        env["PYTHONHASHSEED"] = seed
+    argv = [sys.executable, "-m", "kvatlas", *command]
+    log = directory / f"{command[0]}-{url.rpartition(':')[2]}.log"
+    child = Child(command[0], argv, log=log, url=url, health=health, env=env)
+    child.start()
+    return child
 
 
 def shares(answers: Iterable[Answer]) -> Counter[str]:

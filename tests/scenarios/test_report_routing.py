@@ -21,12 +21,12 @@ from harness import (
     Answer,
     FakeWorker,
     Product,
+    announce,
     crowd,
     fresh_tokens,
     shares,
     stub_workers,
 )
-from stub_publisher import BLOCK, StubPublisher, engine_hash
 
 from kvatlas.config import RouterConfig, TokenizerConfig
 from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
@@ -46,23 +46,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(directory, [PREFIX])
     return directory
-
-
-def announce(events: StubPublisher, ids: bytes, name: str) -> None:
-    """All full blocks of a prompt, as one store."""
-    tokens = memoryview(ids).cast("I").tolist()
-    count = len(tokens) // BLOCK
-    event = {
-        "type": "BlockStored",
-        "block_hashes": [engine_hash(f"{name}{i}") for i in range(count)],
-        "parent_block_hash": None,
-        "token_ids": tokens[: count * BLOCK],
-        "block_size": BLOCK,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-    }
-    events.publish(event)
 
 
 @contextlib.asynccontextmanager
