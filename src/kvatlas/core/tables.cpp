@@ -233,6 +233,7 @@ PyObject *keys_runs(PyObject *self, PyObject *sequence) {
         PyObject *run = Py_BuildValue("(nO)", i, value);
         ok = run && PyList_Append(runs, run) == 0;
         Py_XDECREF(run);
+        if (!held) break;
     }
     Py_XDECREF(zero);
     Py_DECREF(fast);

@@ -12,7 +12,7 @@ class KeyTable:
     def runs(self, keys: Sequence[bytes], /) -> list[tuple[int, int]]:
         """(index, value) wherever the value differs, as an object, from that of the key before.
 
-        A key that is not there has the value 0.
+        The first key that is not there has the value 0 and ends the list.
         """
 
     def __setitem__(self, key: bytes, value: int, /) -> None: ...
