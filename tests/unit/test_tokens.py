@@ -313,10 +313,12 @@ class TestEndpoint:
         for _ in range(20):
             assert (await tokenizer.prompt(CHAT, user())).reason == "endpoint_failed"
         assert len(engine.asked) == 3
+        assert tokenizer.state().endpoint_failing
         engine.override = None
         assert (await tokenizer.prompt(CHAT, user())).reason == "endpoint_failed"
         engine.now += 5.0
         assert (await tokenizer.prompt(CHAT, user())).source == "endpoint"
+        assert not tokenizer.state().endpoint_failing
         assert tokenizer.state().unkeyed == {"endpoint_failed": 21}
         await tokenizer.close()
 

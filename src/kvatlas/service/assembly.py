@@ -332,8 +332,11 @@ class Assembly:
         found = {}
         if state.last_mismatch:
             found["mismatch"] = state.last_mismatch
-        if state.encoder == "" and state.endpoint_failures and not state.endpoint_calls:
-            found["none"] = "no tokenizer is configured and the engines' endpoint does not answer"
+        if "endpoint" in (state.chat, state.completion) and state.endpoint_failing:
+            found["endpoint"] = (
+                "the engines' token endpoint fails, so requests are routed by load alone: "
+                "set tokenizer.path to the model's directory"
+            )
         return found
 
 

@@ -66,6 +66,7 @@ class TokenizerState(msgspec.Struct, frozen=True):
     unkeyed: dict[str, int]  # requests without ids, by reason
     endpoint_calls: int
     endpoint_failures: int
+    endpoint_failing: bool  # the last call was in vain
 
 
 class Tokenizer:
@@ -141,6 +142,7 @@ class Tokenizer:
             unkeyed=dict(self._unkeyed),
             endpoint_calls=endpoint.calls if endpoint else 0,
             endpoint_failures=endpoint.failures if endpoint else 0,
+            endpoint_failing=endpoint is not None and endpoint.failing,
         )
 
     async def verify(self, model: str) -> int:

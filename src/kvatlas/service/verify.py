@@ -64,6 +64,7 @@ class Endpoint:
         self._rests_until = float("-inf")
         self.calls = 0
         self.failures = 0
+        self.failing = False  # the last call was in vain
 
     async def tokens(
         self, path: str, body: Mapping[str, Any], prompts: Sequence[str], *, url: str = ""
@@ -96,6 +97,7 @@ class Endpoint:
         if not base or now < self._rests_until or now >= deadline_s:
             raise Unkeyable("endpoint_failed", "no engine to ask now")
         self.calls += 1
+        self.failing = False
         try:
             answer = await self._post_json(f"{base}/tokenize", question, timeout_s=deadline_s - now)
             tokens = to_bytes(answer["tokens"])
@@ -113,6 +115,7 @@ class Endpoint:
         return tokens
 
     def _failed(self) -> None:
+        self.failing = True
         self.failures += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._FAILURES_MAX:
