@@ -37,12 +37,14 @@ from kvatlas.connectors.stub_text import TextTokenizer
 from kvatlas.core import sequence
 from kvatlas.errors import EngineError
 from kvatlas.service.assembly import Assembly
+from kvatlas.service.cluster_metrics import ClusterMetrics
 from kvatlas.service.engines import Timing
 from kvatlas.service.gateway import Gateway
 from kvatlas.service.http import Request
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.http_reply import Reply
 from kvatlas.service.http_server import HttpServer
+from kvatlas.service.metrics import GatewayMetrics
 
 WAIT_S = 30.0  # for real I/O on a busy machine; nothing waits that long when it works
 CHAT, COMPLETION, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -92,6 +94,13 @@ class Answer(msgspec.Struct, frozen=True):
         choice = self.json()["choices"][0]
         return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
+    @property
+    def error(self) -> dict[str, Any]:
+        """OpenAI's envelope, all of its members there."""
+        found = dict(self.json()["error"])
+        assert set(found) == {"message", "type", "param", "code"}, found
+        return found
+
 
 class Held(msgspec.Struct, frozen=True):
     """What the directory believes one worker holds of a prompt, in tokens; all and by tier."""
@@ -140,7 +149,11 @@ class Product:
         await self.assembly.start()
         port = self.port or self.config.gateway.port
         settings = msgspec.structs.replace(self.config.gateway, port=port)
-        self.gateway = Gateway(settings, self.assembly.steering, pages=self.assembly.pages())
+        metrics = GatewayMetrics()
+        metrics.registry.register(ClusterMetrics(self.assembly))
+        self.gateway = Gateway(
+            settings, self.assembly.steering, metrics=metrics, pages=self.assembly.pages()
+        )
         await self.gateway.start()
         self.port = self.gateway.port
 
