@@ -33,6 +33,7 @@ While it runs:
   GET /health /ready /metrics /version    state, for people and probes
   POST /v1/chat/completions ...           as OpenAI's API
 
+SIGHUP: the file's workers are read again; new ones are taken up, missing ones forgotten.
 SIGTERM or Ctrl-C: /ready fails, running requests end, then it leaves with status 0; the same
 again: at once.
 """
@@ -55,18 +56,38 @@ def run(args: argparse.Namespace) -> int:
     config = load(args.config)
     check_workers(config)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    return uvloop.run(_serve(config))
+    return uvloop.run(_serve(args.config, config))
 
 
-async def _serve(config: Config) -> int:
+async def _serve(path: Path, config: Config) -> int:
     assembly = Assembly(config)
     await assembly.start()
+    reloading = asyncio.create_task(_reload_on_hangup(path, assembly), name="reload on SIGHUP")
     metrics = GatewayMetrics()
     metrics.registry.register(ClusterMetrics(assembly))
     try:
         return await serve(config, assembly.steering, metrics=metrics, pages=assembly.pages())
     finally:
+        reloading.cancel()
+        await asyncio.gather(reloading, return_exceptions=True)
         await assembly.close()
+
+
+async def _reload_on_hangup(path: Path, assembly: Assembly) -> None:
+    """A file that cannot be used is said on stderr and changes nothing."""
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
+    while True:
+        await asked.wait()
+        asked.clear()
+        try:
+            config = load(path)
+            check_workers(config)
+            await assembly.reload(config)
+        except ConfigError as error:
+            print(f"kvatlas: not reloaded: {error}", file=sys.stderr, flush=True)
+        else:
+            print(f"kvatlas: reloaded {path}: {len(config.worker)} worker(s)", flush=True)
 
 
 def check_workers(config: Config) -> None:
