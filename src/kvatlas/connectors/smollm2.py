@@ -32,8 +32,10 @@ def convert(out_dir: Path) -> None:
     source = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF, dtype=torch.bfloat16)
     settings = source.config.to_dict()
     settings.pop("quantization_config", None)  # the weights are plain now
-    model = LlamaForCausalLM(LlamaConfig(**settings)).to(torch.bfloat16)
-    model.load_state_dict(source.state_dict())
+    with torch.device("meta"):  # no random weights: they would be replaced at once
+        model = LlamaForCausalLM(LlamaConfig(**settings))
+    model.load_state_dict(source.state_dict(), assign=True)
+    model.tie_weights()
     model.generation_config = source.generation_config
 
     scratch = out_dir.with_name(f"{out_dir.name}.{os.getpid()}.tmp")

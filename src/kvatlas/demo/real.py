@@ -17,6 +17,7 @@ from kvatlas.workload.chats import Shape
 
 ENGINES = 2
 START_S = 45
+START_DEADLINE_S = 600.0  # a machine that is busy with other things
 OUTPUT_TOKENS = 16
 BLOCK_TOKENS = 32
 # bfloat16, 30 layers, 3 KV heads of 64: the model's KV state per token.
@@ -122,7 +123,7 @@ def start(console: Console, directory: Path, logs: Path, children: list[Child]) 
                 engine.start()
             for engine in engines:
                 waiting.say(engine.name)
-                engine.wait_ready(tick=lambda _: waiting.tick())
+                engine.wait_ready(START_DEADLINE_S, tick=lambda _: waiting.tick())
         except EngineError as error:
             raise NoEnginesError(str(error)) from error
     return Engines(
