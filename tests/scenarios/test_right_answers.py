@@ -1,0 +1,117 @@
+"""kvatlas never causes a wrong answer: whoever resumed a prompt, and from where, the text is one.
+
+A stub engine's text is a digest over the bytes of every component that it resumed from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from harness import COMPLETION, Answer, Product, stub_workers
+
+from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
+from kvatlas.workload.engine import EngineSpec
+from kvatlas.workload.models import load_layout
+
+LAYOUT = "deepseek-v4-flash"
+ENGINES = 3
+# Room for a few prompts only: blocks are evicted all the time.
+SPEC = EngineSpec(
+    blocks=2500, prefill_tokens_per_s=1e5, decode_step_s=0.0, step_overhead_s=0.0, max_running=4
+)
+
+
+class Chat:
+    """Turns of one conversation; three share each system prompt."""
+
+    def __init__(self, number: int) -> None:
+        self.random = random.Random(number)
+        shared = random.Random(number // 3)
+        self.text = _words(shared, 700)
+
+    def next_prompt(self) -> str:
+        self.text += " " + _words(self.random, self.random.randrange(40, 400))
+        return self.text
+
+    def heard(self, answer: Answer) -> None:
+        self.text += " " + answer.text
+
+
+def _words(chance: random.Random, count: int) -> str:
+    return " ".join(f"{chance.randrange(0x10000):05x}" for _ in range(count))
+
+
+@contextlib.asynccontextmanager
+async def world() -> AsyncIterator[tuple[Product, StubCluster, StubCluster]]:
+    """The product, its engines, and one engine that kvatlas knows nothing of."""
+    layout = load_layout(LAYOUT, engine="vllm")
+    ours = StubOptions(layout, SPEC, model_name="m", count=ENGINES)
+    async with (
+        StubCluster(ours) as cluster,
+        StubCluster(StubOptions(layout, SPEC, model_name="m")) as reference,
+        Product(stub_workers(cluster, LAYOUT)) as product,
+    ):
+        await product.settled()
+        yield product, cluster, reference
+
+
+async def cold(product: Product, reference: StubCluster, prompt: str) -> str:
+    """The text of an engine that computes all of it."""
+    url = reference.addresses[0].url
+    reset = await product.client.post_json(f"{url}/reset_prefix_cache", {})
+    assert reset["success"]
+    body = {"model": "m", "prompt": prompt, "max_tokens": 8}
+    answer = await product.client.post_json(url + COMPLETION, body, timeout_s=30.0)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    return str(answer["choices"][0]["text"])
+
+
+async def test_the_text_is_the_same_whoever_resumed_it() -> None:
+    asked: list[tuple[str, Answer]] = []
+    async with world() as (product, cluster, reference):
+        chats = [Chat(number) for number in range(12)]
+
+        async def turn(chat: Chat) -> None:
+            prompt = chat.next_prompt()
+            answer = await product.complete(prompt, max_tokens=8)
+            assert answer.status == 200, answer
+            asked.append((prompt, answer))
+            chat.heard(answer)
+
+        for round_ in range(6):
+            await asyncio.gather(*(turn(chat) for chat in chats))
+            if round_ == 3:
+                await cluster.stop(0)
+                await cluster.start(0)
+        for prompt, answer in asked:
+            assert answer.text == await cold(product, reference, prompt)
+        # …and it was worth the while: many resumed, on every engine, from many positions.
+        resumed = [answer for _, answer in asked if answer.cached]
+        assert len(resumed) > len(asked) / 2
+        assert {answer.worker for answer in resumed} == {f"stub-{i}" for i in range(ENGINES)}
+        assert len({answer.cached for answer in resumed}) >= 4
+        assert all(0 <= a.expected <= a.usage["prompt_tokens"] for _, a in asked)
+
+
+@pytest.mark.parametrize("group", range(5))
+async def test_damage_to_any_component_would_show(group: int) -> None:
+    """The negative control of the test above."""
+    async with world() as (product, cluster, reference):
+        prompt = Chat(0).next_prompt()
+        first = await product.complete(prompt, max_tokens=8)
+
+        async def told() -> bool:
+            return (await product.complete(prompt, max_tokens=8)).expected >= 512
+
+        await product.until(told)
+        damaged = [cluster.engine(index).damage(group) for index in range(ENGINES)]
+        assert sum(damaged) > 0
+        again = await product.complete(prompt, max_tokens=8)
+        right = await cold(product, reference, prompt)
+        assert again.cached >= 512
+        assert first.text == right
+        assert again.text != right
