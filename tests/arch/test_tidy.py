@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
 import subprocess
 from collections.abc import Callable
@@ -69,8 +70,14 @@ def bare_parameters(tree: ast.AST) -> list[str]:
 
 @cache
 def protocol_methods() -> frozenset[str]:
-    """What classes promise when they implement an interface: said there, not again."""
-    return frozenset(
+    """What classes promise when they implement an interface: said there, not again.
+
+    Ours, asyncio's own and the callbacks of httptools' parser.
+    """
+    foreign = {*dir(asyncio.BufferedProtocol), *dir(asyncio.Protocol)}
+    foreign |= {"on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body"}
+    foreign |= {"on_message_complete", "on_status", "on_chunk_header", "on_chunk_complete"}
+    return frozenset(foreign) | frozenset(
         method.name
         for path in modules()
         for node in ast.walk(parsed(path))
