@@ -110,7 +110,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     async def run(self, payload: bytes, sink: Sink, *, head_only: bool) -> None:
-        """Sends a whole request and returns when ``sink`` has got its answer. Raises EngineError."""
+        """Sends a whole request; returns when ``sink`` has its answer. Raises HttpError."""
         assert self._done is None, "one exchange at a time"
         self.pool = self.on_end = None
         self._sink, self._head_only = sink, head_only
