@@ -21,7 +21,7 @@ LAYOUT = "deepseek-v4-flash"
 ENGINES = 3
 # Room for a few prompts only: blocks are evicted all the time.
 SPEC = EngineSpec(
-    blocks=2500, prefill_tokens_per_s=1e5, decode_step_s=0.0, step_overhead_s=0.0, max_running=4
+    blocks=500, step_tokens=512, prefill_tokens_per_s=1e5, decode_step_s=0.0, step_overhead_s=0.0
 )
 
 
@@ -91,7 +91,8 @@ async def test_the_text_is_the_same_whoever_resumed_it() -> None:
             assert answer.text == await cold(product, reference, prompt)
         # …and it was worth the while: many resumed, on every engine, from many positions.
         resumed = [answer for _, answer in asked if answer.cached]
-        assert len(resumed) > len(asked) / 2
+        assert len(resumed) > len(asked) / 3
+        assert sum(s.applied.removed for s in product.assembly.feed.status()) > 100
         assert {answer.worker for answer in resumed} == {f"stub-{i}" for i in range(ENGINES)}
         assert len({answer.cached for answer in resumed}) >= 4
         assert all(0 <= a.expected <= a.usage["prompt_tokens"] for _, a in asked)
