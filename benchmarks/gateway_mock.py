@@ -110,7 +110,7 @@ class Engine(asyncio.Protocol):
 
 async def main(count: int) -> None:
     loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(Engine, "127.0.0.1", 0) for _ in range(count)]
+    servers = [await loop.create_server(Engine, "127.0.0.1", 0, backlog=1024) for _ in range(count)]
     print(json.dumps([server.sockets[0].getsockname()[1] for server in servers]), flush=True)
     await asyncio.Event().wait()
 

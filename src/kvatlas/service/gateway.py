@@ -12,8 +12,8 @@ when the route was chosen by load alone, ``x-kvatlas-fallback`` with the reason.
 from __future__ import annotations
 
 import logging
+import random
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import unquote
@@ -253,7 +253,7 @@ class _Status:
 
 def _request_id(request: Request) -> str:
     given = request.header("x-request-id")
-    return given if _ID.fullmatch(given) else secrets.token_hex(16)
+    return given if _ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
 
 def _is_json(request: Request) -> bool:
