@@ -118,8 +118,63 @@ def test_the_draft_is_optional_state_beside_the_sums() -> None:
     assert dspark.groups[0].copies == 2
 
 
+HYBRIDS = [  # model, engine, block: bytes per token, per resume point, tensor-parallel rule
+    # 8 of 48 layers see everything: 8 × 2 × 8 × 256 × 2; windows 64 × 16 tokens × 40 layers
+    ("gemma-3-12b", "vllm", 16, 65_536.0, 64 * 16 * 40 * 8192, "by_head"),
+    ("gemma-3-12b", "sglang", 64, 6 * 65_536.0, 0, "by_head"),  # one pool, all of it kept
+    # 18 of 36: 18 × 2 × 8 × 64 × 2; windows 8 × 16 tokens × 18 layers
+    ("gpt-oss-120b", "vllm", 16, 36_864.0, 8 * 16 * 36_864, "by_head"),
+    ("gpt-oss-120b", "sglang", 64, 36_864.0, 2 * 64 * 36_864, "by_head"),
+    ("llama-3.1-70b", "vllm", 16, 327_680.0, 0, "by_head"),
+    ("deepseek-r1", "vllm", 64, 70_272.0, 0, "replicated"),
+]
+
+
+@pytest.mark.parametrize("row", HYBRIDS, ids=lambda row: "-".join(row[:2]))
+def test_models_with_heads_of_their_own(row: tuple[str, str, int, float, int, str]) -> None:
+    model, engine, block, token, point, rule = row
+    layout = load_layout(model, engine=engine, kv_dtype="bf16", block_tokens=block)
+    assert layout.bytes_per_token() == token
+    assert layout.resume_point_bytes() == point
+    assert layout.grid_tokens == block
+    assert layout.tensor_parallel == rule
+
+
+def test_blocks_as_stored_and_as_computed() -> None:
+    flash = load_layout(FLASH, engine="vllm", kv_dtype="fp8")
+    blocks = {c.name: (c.stored_block_bytes, c.exact_block_bytes()) for c in flash.components}
+    assert blocks["c4_kv"] == (21 * 37_440, 21 * 37_376)
+    assert blocks["c4_index"] == (21 * 8_640, 21 * 8_448)
+    assert blocks["c128_kv"] == (20 * 1_728, 20 * 1_168)
+    assert blocks["c4_state"] == (21 * 32_832, 21 * 32_768)
+    sglang = load_layout(FLASH, engine="sglang", kv_dtype="fp8")
+    rings = {c.name: c for c in sglang.components}
+    assert rings["c4_state"].exact_block_bytes() == 8 * 8192 * 21  # a ring of eight rows
+    assert {c.name: c.pool for c in sglang.components} == {
+        "c4_kv": "deepseek_v4_c4",
+        "c4_index": "deepseek_v4_c4_indexer",
+        "c128_kv": "deepseek_v4_c128",
+        "swa": "swa",
+        "c4_state": "deepseek_v4_c4_state",
+        "c4_index_state": "deepseek_v4_c4_indexer_state",
+    }
+    assert flash.announced()
+    assert not sglang.announced()
+
+
+def test_prefill_from_the_middle_splits_into_fixed_cost_and_attention() -> None:
+    flash = load_layout(FLASH, engine="vllm", kv_dtype="fp8")
+    assert flash.compute is not None
+    fixed, attention = flash.prefill_split(8192, 9000)
+    assert fixed == 808 * flash.compute.linear
+    pairs = (9000**2 - 8192**2) / 2
+    expected = 808 * 2048 * flash.compute.attention + pairs * flash.compute.scoring
+    assert attention == pytest.approx(expected)
+    assert flash.prefill_split(9000, 9000) == (0.0, 0.0)
+
+
 def test_every_shipped_config_has_a_layout_in_both_engines() -> None:
-    assert len(known_models()) == 5
+    assert len(known_models()) == 9
     digests = set()
     for model in known_models():
         for engine in ("vllm", "sglang"):
@@ -127,5 +182,6 @@ def test_every_shipped_config_has_a_layout_in_both_engines() -> None:
                 load_config(model), engine=engine, kv_dtype="fp8", model=model
             )
             digests.add(layout.digest())
-            assert layout.tensor_parallel == "replicated"
-    assert len(digests) == 10
+            own = "replicated" if model.startswith("deepseek") else "by_head"
+            assert layout.tensor_parallel == own
+    assert len(digests) == 18  # V3 and R1 have one shape, and never one layout

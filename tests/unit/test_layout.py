@@ -499,7 +499,44 @@ def test_json_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert [c["name"] for c in out["components"]][:2] == ["c4_kv", "c4_index"]
     assert {c["name"]: c["blocks_per_resume_point"] for c in out["components"]}["c128_state"] == 16
     (at,) = out["contexts"]
-    assert at["resume_bytes"] == 31_503_744
+    assert (at["resume_bytes"], at["chain_bytes"]) == (31_503_744, 4096 * 3850.25)
+    assert [g["engine_indexes"] for g in out["groups"]] == [[0, 1], [2], [3], [4]]
+    (span,) = out["prefill"]
+    assert (span["from"], span["to"], span["flops"]) == (0, 4096, at["prefill_flops"])
+
+
+def test_prefill_from_p_to_n(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("deepseek-v4-flash", "--prefill", "8192", "9000", "--prefill", "0", "9000") == 0
+    out = capsys.readouterr().out
+    assert "to compute 8,192 to 9,000" in out
+    assert "to compute 0 to 9,000" in out
+    with pytest.raises(LayoutError, match="P must be smaller than N"):
+        _run("deepseek-v4-flash", "--prefill", "9000", "8192")
+
+
+def test_sglang_names_its_pools_and_what_no_event_tells(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert _run("deepseek-v4-flash", "--engine", "sglang") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no event: swa, c4_state, c4_index_state" in out
+    assert "deepseek_v4_c4_indexer_state" in out
+
+
+def test_seed_figures_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--seed") == 0
+    out = capsys.readouterr().out
+    for text in ("6.3 B", "3.85 KB", "611.2", "2 MB", "1.23 GB", "table is lost"):
+        assert text in out
+    assert _run("--seed", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {"where", "what", "unit", "seed", "computed", "ratio", "rebuilt"} == set(rows[0])
+
+
+@pytest.mark.parametrize("argv", [(), ("deepseek-v4-flash", "--seed")])
+def test_a_model_or_the_seed(argv: tuple[str, ...]) -> None:
+    with pytest.raises(LayoutError, match="name a model, or give --seed alone"):
+        _run(*argv)
 
 
 def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,17 @@ from rich.text import Text
 
 from kvatlas.core.families import ENGINES
 from kvatlas.core.layout import Component, Layout, Rule
+from kvatlas.errors import LayoutError
+from kvatlas.workload import seed_003
 from kvatlas.workload.models import known_models, load_layout
 
 _EPILOG = """\
 examples:
   kvatlas layout deepseek-v4-flash --engine vllm --kv-dtype fp8
   kvatlas layout deepseek-v4-pro --engine sglang --indexer-dtype fp4 --json
+  kvatlas layout deepseek-v4-flash-0731 --kv-dtype fp8 --draft --prefill 8192 9000
   kvatlas layout ./my-model/config.json --block-tokens 32 --context 8192
+  kvatlas layout --seed       what seed document 003 says of V4's KV cache, computed anew
 """
 
 _TENSOR_PARALLEL = {
@@ -41,7 +45,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", metavar="MODEL", help=f"{', '.join(known_models())}, a config.json or a directory"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"{', '.join(known_models())}, a config.json or a directory",
     )
     parser.add_argument("--engine", choices=ENGINES, default="vllm", help="default: vllm")
     parser.add_argument(
@@ -67,19 +74,43 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="TOKENS",
         help="totals at this many tokens; may be repeated (default: 4096, 131072, 1048576)",
     )
+    parser.add_argument(
+        "--prefill",
+        type=_tokens,
+        nargs=2,
+        action="append",
+        metavar=("P", "N"),
+        help="what computing tokens P to N costs when all before P is cached; may be repeated",
+    )
+    parser.add_argument(
+        "--seed",
+        action="store_true",
+        help="instead of a model: the figures of seed document 003 beside the computed ones",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def _tokens(text: str) -> int:
     value = int(text)
-    if not 1 <= value <= 1 << 30:
-        raise argparse.ArgumentTypeError("must be between 1 and 2**30")
+    if not 0 <= value <= 1 << 30:
+        raise argparse.ArgumentTypeError("must be between 0 and 2**30")
     return value
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the layout; `LayoutError` where the model cannot be described."""
+    if (args.model is None) != args.seed:
+        raise LayoutError("name a model, or give --seed alone: kvatlas layout --help")
+    if args.seed:
+        if args.json:
+            _write([row.plain() for row in seed_003.rows()])
+        else:
+            _print_seed(Console(highlight=False))
+        return 0
+    spans = [(start, end) for start, end in args.prefill or ()]
+    if any(start >= end for start, end in spans):
+        raise LayoutError("--prefill P N: P must be smaller than N")
     layout = load_layout(
         args.model,
         engine=args.engine,
@@ -89,18 +120,26 @@ def run(args: argparse.Namespace) -> int:
         draft=args.draft,
     )
     contexts = tuple(args.context or _CONTEXTS)
+    spans = spans or [(0, n) for n in contexts]
     if args.json:
-        sys.stdout.write(
-            msgspec.json.format(msgspec.json.encode(report(layout, contexts))).decode()
-        )
-        sys.stdout.write("\n")
+        _write(report(layout, contexts, spans))
     else:
-        _print(layout, contexts, Console(highlight=False))
+        _print(layout, contexts, spans, Console(highlight=False))
     return 0
 
 
-def report(layout: Layout, contexts: tuple[int, ...]) -> dict[str, Any]:
-    """The layout as plain values, in the order in which they are read."""
+def _write(value: object) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+
+
+def report(
+    layout: Layout, contexts: tuple[int, ...], spans: list[tuple[int, int]]
+) -> dict[str, Any]:
+    """The layout as plain values, in the order in which they are read.
+
+    ``block_bytes`` are those of one block over all layers, ``resume_point`` those of all blocks
+    that must end at a resume position (null for a chain: there it is every block up to it).
+    """
     return {
         "model": layout.model,
         "engine": layout.engine,
@@ -115,25 +154,79 @@ def report(layout: Layout, contexts: tuple[int, ...]) -> dict[str, Any]:
             {
                 **msgspec.structs.asdict(c),
                 "required": c.rule is not Rule.OPTIONAL,
+                "exact_block_bytes": c.exact_block_bytes(),
                 "blocks_per_resume_point": c.window_blocks(),
+                "resume_point_bytes": (c.window_blocks() or 0) * c.stored_block_bytes or None,
             }
             for c in layout.components
         ],
-        "groups": [msgspec.structs.asdict(g) for g in layout.groups],
+        "announced": layout.announced(),
+        "groups": [
+            {"engine_indexes": indexes, **msgspec.structs.asdict(g)}
+            for g, indexes in zip(layout.groups, _indexes(layout), strict=True)
+        ],
         "contexts": [
             {
                 "tokens": n,
+                "chain_bytes": layout.bytes_per_token() * n,
                 "resume_bytes": layout.resume_bytes(n),
                 "prefill_flops": layout.compute.prefill_flops(0, n) if layout.compute else None,
             }
             for n in contexts
         ],
+        "prefill": [
+            {
+                "from": start,
+                "to": end,
+                "flops": sum(layout.prefill_split(start, end)) if layout.compute else None,
+                "attention_flops": layout.prefill_split(start, end)[1] if layout.compute else None,
+            }
+            for start, end in spans
+        ],
     }
 
 
-def _print(layout: Layout, contexts: tuple[int, ...], console: Console) -> None:
+def _indexes(layout: Layout) -> list[list[int]]:
+    """The numbers that vLLM gives the groups; one engine's only, and Flash's are not Pro's."""
+    numbers = iter(range(sum(g.copies for g in layout.groups)))
+    return [[next(numbers) for _ in range(g.copies)] for g in layout.groups]
+
+
+def _print(
+    layout: Layout, contexts: tuple[int, ...], spans: list[tuple[int, int]], console: Console
+) -> None:
     title = f"{layout.model} in {layout.engine}, {layout.kv_dtype}"
-    parts = Table(
+    columns = ("component", "blocks at p", "layers", "block", "as stored", "computed", "at p")
+    parts = _table(title, columns, texts=2)
+    for c in layout.components:
+        blocks = c.window_blocks()
+        parts.add_row(
+            c.name,
+            _needed(c),
+            str(c.layers),
+            str(c.block_tokens),
+            f"{c.stored_block_bytes:,}",
+            f"{c.exact_block_bytes():,.0f}",
+            f"{blocks * c.stored_block_bytes:,}" if blocks else "",
+        )
+    console.print(parts)
+    console.print(Text("bytes of one block over all layers, and of all blocks that must end at p"))
+    if any(c.rule is Rule.OPTIONAL for c in layout.components):
+        console.print(Text("(in brackets: its loss costs speed, not correctness; not in the sums)"))
+    console.print()
+    console.print(_sums(layout, contexts, spans))
+    console.print()
+    rule = _TENSOR_PARALLEL.get(layout.tensor_parallel, "not known")
+    console.print(Text(f"tensor parallel: {rule}"))
+    console.print(Text("groups in events, by kind, block and window:"))
+    for text in _groups(layout):
+        console.print(Text(f"  {text}"))
+    console.print(Text(f"digest: {layout.digest()}"))
+
+
+def _table(title: str, columns: tuple[str, ...], *, texts: int) -> Table:
+    """The first ``texts`` columns hold words, the others figures."""
+    table = Table(
         title=title,
         title_justify="left",
         title_style="bold",
@@ -141,22 +234,12 @@ def _print(layout: Layout, contexts: tuple[int, ...], console: Console) -> None:
         show_edge=False,
         padding=(0, 1, 0, 0),
     )
-    for heading in ("component", "blocks at p", "group"):
-        parts.add_column(heading, no_wrap=True)
-    for heading in ("layers", "block", "bytes/token", "bytes at p"):
-        parts.add_column(heading, justify="right", no_wrap=True)
-    for c in layout.components:
-        blocks = c.window_blocks()
-        parts.add_row(
-            c.name,
-            _needed(c),
-            c.group or "(no event)",
-            str(c.layers),
-            str(c.block_tokens),
-            f"{c.exact_bytes_per_token:,.2f}" if blocks is None else "",
-            f"{blocks * c.stored_block_bytes:,}" if blocks else "",
-        )
-    console.print(parts)
+    for place, heading in enumerate(columns):
+        table.add_column(heading, justify="left" if place < texts else "right", no_wrap=True)
+    return table
+
+
+def _sums(layout: Layout, contexts: tuple[int, ...], spans: list[tuple[int, int]]) -> Table:
     sums = Table.grid(padding=(0, 2))
     sums.add_column()
     sums.add_column(justify="right")
@@ -166,16 +249,26 @@ def _print(layout: Layout, contexts: tuple[int, ...], console: Console) -> None:
     sums.add_row("resume grid, tokens", f"{layout.grid_tokens:,}")
     for n in contexts:
         sums.add_row(f"to resume at {n:,}", f"{layout.resume_bytes(n):,} bytes")
-        if layout.compute is not None:
-            flops = layout.compute.prefill_flops(0, n) / 1e12
-            sums.add_row("  or to recompute it", f"{flops:,.1f} TFLOP")
-    console.print(sums)
-    rule = _TENSOR_PARALLEL.get(layout.tensor_parallel, "not known")
-    if any(c.rule is Rule.OPTIONAL for c in layout.components):
-        console.print(Text("(in brackets: its loss costs speed, not correctness; not in the sums)"))
-    console.print(Text(f"tensor parallel: {rule}"))
-    console.print(Text(f"groups in events: {', '.join(_groups(layout))}"))
-    console.print(Text(f"digest: {layout.digest()}"))
+    for start, end in spans if layout.compute is not None else ():
+        fixed, attention = layout.prefill_split(start, end)
+        sums.add_row(f"to compute {start:,} to {end:,}", f"{(fixed + attention) / 1e12:,.1f} TFLOP")
+        share = 100 * attention / (fixed + attention)
+        sums.add_row("  of it attention beyond the windows", f"{share:.1f} %")
+    return sums
+
+
+def _print_seed(console: Console) -> None:
+    console.print(Text(seed_003.ABOUT))
+    console.print()
+    columns = ("where", "figure", "seed", "computed", "ratio")
+    table = _table("", columns, texts=2)
+    for row in seed_003.rows():
+        where = f"{row.where} *" if row.rebuilt else row.where
+        seed, computed = seed_003.shown(row.seed, row.unit), seed_003.shown(row.computed, row.unit)
+        table.add_row(where, row.what, seed, computed, f"{row.ratio():,.4g}")
+    console.print(table)
+    console.print()
+    console.print(Text(seed_003.NOTES))
 
 
 def _needed(component: Component) -> str:
@@ -187,9 +280,18 @@ def _needed(component: Component) -> str:
 
 
 def _groups(layout: Layout) -> list[str]:
+    """Each group as the engine announces it, and what lies in it."""
     texts = []
-    for g in layout.groups:
-        text = f"{g.name} ({g.kind}, block {g.block_tokens}"
-        text += f", window {g.window_tokens})" if g.window_tokens else ")"
-        texts.append(f"{g.copies}× {text}" if g.copies > 1 else text)
+    for g, indexes in zip(layout.groups, _indexes(layout), strict=True):
+        numbers = ", ".join(str(i) for i in indexes)
+        text = f"{numbers}: {g.kind}" if layout.engine == "vllm" else "no index, any kind"
+        text += f", {g.block_tokens}, " + (f"{g.window_tokens}" if g.window_tokens else "all")
+        members = [c.name for c in layout.components if c.group == g.name]
+        texts.append(f"{text} = {g.name}: {', '.join(members)}")
+    silent = [c.name for c in layout.components if not c.group]
+    if silent:
+        texts.append(f"no event: {', '.join(silent)} (believed from what the engine reports)")
+    pools = dict.fromkeys(c.pool for c in layout.components if c.pool)
+    if pools:
+        texts.append(f"pools: {', '.join(pools)}")
     return texts

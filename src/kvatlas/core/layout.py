@@ -38,6 +38,8 @@ class Component(msgspec.Struct, frozen=True):
     the block has tokens), ``exact_bytes_per_token`` the logical bytes per token over all layers,
     before padding. ``group`` names the `Group` whose events announce it; "" means that the engine
     announces it nowhere, so that its presence is believed and not known (SGLang's windows).
+    ``pool`` is the engine's own name of where it lies, "" where it has none (vLLM keeps all in
+    one block pool and tells groups apart by index).
     """
 
     name: str
@@ -48,12 +50,17 @@ class Component(msgspec.Struct, frozen=True):
     exact_bytes_per_token: float
     window_tokens: int = 0
     group: str = ""
+    pool: str = ""
 
     def window_blocks(self) -> int | None:
         """Blocks that must end at a resume position; None: all of them."""
         if self.rule is Rule.CHAIN:
             return None
         return _window_blocks(self.window_tokens, self.block_tokens)
+
+    def exact_block_bytes(self) -> float:
+        """Bytes of one block before padding; of a ring, which keeps fewer rows, all it keeps."""
+        return min(self.exact_bytes_per_token * self.block_tokens, float(self.stored_block_bytes))
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -159,6 +166,18 @@ class Layout(msgspec.Struct, frozen=True):
     def resume_point_bytes(self) -> int:
         """Fixed bytes of one resume position on the grid, as the engine stores them."""
         return self._window_bytes(None)
+
+    def announced(self) -> bool:
+        """Whether events tell of every part that a resume needs; else windows are believed."""
+        return all(c.group or c.rule is Rule.OPTIONAL for c in self.components)
+
+    def prefill_split(self, start: int, end: int) -> tuple[float, float]:
+        """Operations to compute tokens start…end-1: those that do not depend on how much came
+        before, and attention beyond the windows. Zeros where the cost is not known."""
+        if self.compute is None or end <= start:
+            return 0.0, 0.0
+        fixed = self.compute.linear * (end - start)
+        return fixed, self.compute.prefill_flops(start, end) - fixed
 
     def resume_bytes(self, tokens: int) -> int:
         """Stored bytes to move so that another engine can resume at ``tokens``; 0 at 0."""

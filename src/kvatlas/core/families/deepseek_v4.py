@@ -22,6 +22,16 @@ CSA, HCA = 4, 128
 _VLLM_SWA_BLOCK = 64
 _VLLM_STATE_BLOCK = {CSA: 4, HCA: 8}
 _SGLANG_RING_ROWS, _SGLANG_RING_ROWS_DRAFT = 8, 16
+# SGLang 0.5.23 `PoolName`; the draft's window travels inside the pool of the others.
+_SGLANG_POOLS = {
+    "c4_kv": "deepseek_v4_c4",
+    "c4_index": "deepseek_v4_c4_indexer",
+    "c128_kv": "deepseek_v4_c128",
+    "swa": "swa",
+    "c4_state": "deepseek_v4_c4_state",
+    "c4_index_state": "deepseek_v4_c4_indexer_state",
+    "draft_swa": "swa",
+}
 _LAYER_TYPES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": CSA,
@@ -322,8 +332,8 @@ def _sglang(shape: Shape, rows: Rows, page: int) -> tuple[tuple[Component, ...],
             _window(name, shape.csa, row, window=2 * CSA, block=page, align=1, rows_kept=ring)
         )
     parts += _draft(shape, rows, block=page, align=576, group="")
-    groups = (Group("full", "*", page),)
-    return tuple(c for c in parts if c.layers), groups
+    kept = (msgspec.structs.replace(c, pool=_SGLANG_POOLS[c.name]) for c in parts if c.layers)
+    return tuple(kept), (Group("full", "*", page),)
 
 
 def _draft(shape: Shape, rows: Rows, *, block: int, align: int, group: str) -> list[Component]:

@@ -18,6 +18,7 @@ _EXPERTS = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe")
 MODEL_TYPES = _DENSE + _EXPERTS
 
 _WINDOWED_IN_SGLANG = ("gpt_oss",)
+_SGLANG_POOLS = {Rule.CHAIN: "kv", Rule.WINDOW: "swa"}  # 0.5.23 `PoolName`
 _VLLM_BLOCK, _SGLANG_PAGE = 16, 1  # the engines' own defaults
 # Where a config has no layer_types: every n-th layer has full attention.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
@@ -76,6 +77,7 @@ def layout(fields: Fields, wanted: Wanted) -> Layout:
                 exact_bytes_per_token=float(layers * token_bytes),
                 window_tokens=window,
                 group=group,
+                pool=_SGLANG_POOLS[rule] if wanted.engine == "sglang" else "",
             )
             for name, rule, layers, window, group in parts
             if layers

@@ -17,6 +17,7 @@ MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 
 # Default blocks. vLLM: what its MLA kernels ask for; SGLang: --page-size, 64 with an indexer.
 _VLLM_BLOCK, _SGLANG_PAGE, _SGLANG_SPARSE_PAGE = 64, 1, 64
+_SGLANG_POOLS = {"mla_kv": "kv", "index": "indexer"}  # 0.5.23 `PoolName`
 
 
 class Indexer(msgspec.Struct, frozen=True):
@@ -57,6 +58,7 @@ def layout(fields: Fields, wanted: Wanted) -> Layout:
                 stored_block_bytes=layers * block * size,
                 exact_bytes_per_token=float(layers * size),
                 group="kv",
+                pool=_SGLANG_POOLS[name] if wanted.engine == "sglang" else "",
             )
             for name, size in rows
         ),
