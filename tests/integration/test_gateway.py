@@ -191,6 +191,19 @@ async def test_chunk_boundaries_of_the_engine_do_not_matter() -> None:
         assert s.metric("kvatlas_cached_tokens_total") == 8
 
 
+async def test_large_bodies_pass_both_ways() -> None:
+    async def behave(engine: Engine, got: Got, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(got.body))
+        await writer.drain()
+
+    raw = b'{"model":"m","messages":[{"content":"' + "é日🧭".encode() * 1_500_000 + b'"}]}'
+    async with stand(behave) as s:
+        seen = await ask(s.port, CHAT, raw)
+        assert s.engines[0].got[0].body == raw
+        assert seen.body == raw
+        assert s.metric("kvatlas_usage_unreported_total") == 1
+
+
 async def test_a_hundred_streams_at_once() -> None:
     async def behave(engine: Engine, got: Got, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD)

@@ -84,6 +84,31 @@ async def test_an_offer_to_upgrade_to_http2_is_ignored_and_loses_no_body(
     await raw.close()
 
 
+STREAM = (
+    b"POST /1 HTTP/1.1\r\ncontent-length: 3\r\n\r\nabc"
+    b"POST /2 HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\nde\r\n1\r\nf\r\n0\r\nt: v\r\n\r\n"
+    b"POST /3 HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 2\r\n\r\ngh"
+    b"POST /4 HTTP/1.1\r\nupgrade: h2c\r\nconnection: upgrade\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"2\r\nij\r\n0\r\n\r\nGET /5?q HTTP/1.1\r\n\r\n"
+)
+
+
+async def test_requests_mean_the_same_however_they_are_cut(serve: Serve) -> None:
+    expected = [("/1", "abc"), ("/2", "def"), ("/3", "gh"), ("/4", "ij"), ("/5?q", "")]
+    server = await serve(echo)
+    for place in range(len(STREAM)):
+        raw = await Raw.to(server)
+        await raw.say(STREAM[:place])
+        for _ in range(3):  # the server, on this very loop, reads the first part
+            await asyncio.sleep(0)
+        await raw.say(STREAM[place:])
+        for target, body in expected:
+            _, _, answer = await raw.answer()
+            found = json.loads(answer)
+            assert (found["target"], found["body"]) == (target, body), place
+        await raw.close()
+
+
 async def test_http_1_0_and_absolute_targets(serve: Serve) -> None:
     async def stream(request: Request, reply: Reply) -> None:
         reply.start(200, [])
