@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 
 import pytest
@@ -318,9 +319,11 @@ async def test_an_engine_that_falls_silent_within_a_stream() -> None:
         await eventually(lambda: s.engines[0].left == 1)
 
 
-async def test_a_whole_answer_that_stops_short() -> None:
+@pytest.mark.parametrize("framed", [True, False])
+async def test_a_whole_answer_that_stops_short(framed: bool) -> None:
     async def behave(engine: Engine, got: Got, writer: asyncio.StreamWriter) -> None:
-        writer.write(whole(completion())[:-5])
+        answer = whole(completion())[:-5]
+        writer.write(answer if framed else re.sub(b"content-length: .*\r\n", b"", answer))
         await turns()
         writer.close()
 
@@ -329,7 +332,21 @@ async def test_a_whole_answer_that_stops_short() -> None:
         assert not seen.complete
         await s.settled()
         assert s.steer.outcomes[0].status == 502
+        assert s.steer.outcomes[0].prompt_tokens == -1
         assert s.metric("kvatlas_prompt_tokens_total") == 0
+
+
+async def test_a_whole_answer_without_framing_passes() -> None:
+    async def behave(engine: Engine, got: Got, writer: asyncio.StreamWriter) -> None:
+        writer.write(re.sub(b"content-length: .*\r\n", b"", whole(completion())))
+        await turns()
+        writer.close()
+
+    async with stand(behave) as s:
+        seen = await ask(s.port, CHAT, {"model": "m"})
+        assert seen.complete
+        assert seen.body == completion()
+        assert s.metric("kvatlas_prompt_tokens_total") == 10
 
 
 # ---- the client leaves

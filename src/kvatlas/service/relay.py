@@ -82,7 +82,7 @@ class Relay:
         self._events: EventStream | None = None
         self._answer: list[bytes] | None = None  # of a whole JSON answer
         self._answer_bytes = 0
-        self._until_eof = False
+        self._until_eof = False  # the engine's framing does not tell whether all came
         self._usage: Usage | None = None
         self._complete = False
 
@@ -210,18 +210,17 @@ class Relay:
 
     def on_end(self) -> None:
         """The engine's answer is complete: pass on what was held back, and read the usage."""
-        events = self._events
-        if events is None:
-            self._complete = True
-            self._reply.end()
-            if self._answer is not None:
-                answer = parse_answer(b"".join(self._answer))
-                self._usage = usage_of(answer) if answer is not None else None
-            return
-        rest = events.finish()
-        if events.truncated or (self._until_eof and not events.done):
-            raise ResponseError("the engine's stream ended in the middle", started=True)
-        self._usage = events.usage
+        rest, whole = b"", True
+        if self._events is not None:
+            rest = self._events.finish()
+            whole = not self._events.truncated and (self._events.done or not self._until_eof)
+            self._usage = self._events.usage
+        elif self._answer is not None:
+            answer = parse_answer(b"".join(self._answer))
+            whole = answer is not None or not self._until_eof
+            self._usage = usage_of(answer) if answer is not None else None
+        if not whole:
+            raise ResponseError("the engine's answer ended in the middle", started=True)
         self._complete = True
         self._reply.end(rest)
 
@@ -252,7 +251,7 @@ class Relay:
         self._metrics.left(worker, self.status)
         if self._complete and self.status == 200 and self._reads_usage:
             self._metrics.used(worker, usage)
-        if usage is None or usage.violation:
+        if usage is None or usage.violation or not self._complete:
             usage = Usage()
         self._steer.finished(
             self._route,
