@@ -94,8 +94,10 @@ async def _eof(reader: asyncio.StreamReader) -> None:
 async def _read_request(reader: asyncio.StreamReader) -> Got:
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     method, target, _ = lines[0].split(" ")
-    headers = dict(line.split(": ", 1) for line in lines[1:] if line)
-    headers = {name.lower(): value for name, value in headers.items()}
+    headers: dict[str, str] = {}
+    for line in filter(None, lines[1:]):
+        name, value = line.lower().split(": ", 1)[0], line.split(": ", 1)[1]
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
     body = await reader.readexactly(int(headers.get("content-length", 0)))
     return Got(method, target, headers, body)
 
