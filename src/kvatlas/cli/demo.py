@@ -187,6 +187,7 @@ class Demo:
             "",
             f"kvatlas: {url}/v1, model {engines.model}",
             *(f"{name}: {engine_url}" for name, engine_url in engines.urls.items()),
+            f"why the last request went where it went: kvatlas explain last --url {url}",
             f"logs: {self._logs}",
             "Ctrl-C ends it all.",
         ]

@@ -96,6 +96,7 @@ def await_installation(console: Console, child: Child) -> None:
         if status:
             errors = [line for line in child.log_tail().splitlines() if line.startswith("error: ")]
             raise NoEnginesError(f"{' '.join(errors) or f'status {status}'}; see {child.log}")
+        child.stop()
 
 
 def start(console: Console, directory: Path, logs: Path, children: list[Child]) -> Engines:
