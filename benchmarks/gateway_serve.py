@@ -1,4 +1,4 @@
-"""The gateway without a decision behind it: what its bytes and sockets alone cost.
+"""The gateway with engines in turn: what its bytes and sockets cost without prompts and prices.
 
 Run as ``python -m benchmarks.gateway_serve URL...``: serves on a free port, prints it as JSON.
 """
@@ -11,15 +11,22 @@ import sys
 
 import uvloop
 
-from kvatlas.config import GatewayConfig
+from kvatlas.config import Config, GatewayConfig, RouterConfig, WorkerConfig
+from kvatlas.service.assembly import Assembly
 from kvatlas.service.gateway import Gateway
-from kvatlas.service.round_robin import RoundRobin
 
 
 async def main(urls: list[str]) -> None:
-    gateway = Gateway(
-        GatewayConfig(port=0), RoundRobin({f"w{i}": url for i, url in enumerate(urls)})
+    workers = tuple(
+        WorkerConfig(name=f"w{i}", url=url, engine="stub", events="", layout="256")
+        for i, url in enumerate(urls)
     )
+    config = Config(
+        worker=workers, gateway=GatewayConfig(port=0), router=RouterConfig(policy="round_robin")
+    )
+    assembly = Assembly(config)
+    await assembly.start()
+    gateway = Gateway(config.gateway, assembly.steering)
     await gateway.start()
     print(json.dumps(gateway.port), flush=True)
     await asyncio.Event().wait()
