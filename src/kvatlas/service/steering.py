@@ -142,6 +142,7 @@ class Steering:
         self.errors: dict[Publisher, PredictionError] = {}
         self.health_parts: list[Callable[[], Problems]] = []
         self.fallbacks: Counter[str] = Counter()
+        self._faults: dict[str, str] = {}  # part of ours → why it failed when it was last needed
         self.decisions = 0
         self.decision_s = 0.0
 
@@ -193,6 +194,7 @@ class Steering:
         problems: Problems = {
             "engine_down": {str(p): "see workers" for p in sorted(self._ranks) if p not in up},
             "hit_gap": {str(p): gap.flag for p, gap in sorted(self.gaps.items()) if gap.flag},
+            "internal": dict(self._faults),
         }
         for part in self.health_parts:
             problems.update(part())
@@ -278,17 +280,33 @@ class Steering:
         if self._tokens is None:
             return Prompt(reason="no_tokenizer")
         try:
-            return await self._tokens.prompt(request.path, request.body)
-        except Exception:  # fail open: a tokenizer must never fail a request
-            log.exception("the tokenizer failed on request %s", request.id)
-            return Prompt(reason="tokenizer_failed")
+            prompt = await self._tokens.prompt(request.path, request.body)
+        except Exception as error:  # fail open: a tokenizer must never fail a request
+            return Prompt(reason=self._failed("tokenizer", request, error))
+        self._faults.pop("tokenizer", None)
+        return prompt
+
+    def _failed(self, part: str, request: Inbound, error: Exception) -> str:
+        """The reason for which this request is routed by load; flagged until it works again."""
+        log.exception("the %s failed on request %s", part, request.id)
+        self._faults[part] = f"request {request.id}: {type(error).__name__}: {error}"
+        return f"{part}_failed"
 
     def _ask(self, request: Inbound, ranks: Mapping[Publisher, Rank], prompt: Prompt) -> Ask:
         reason = prompt.reason
         if not reason and not prompt.tokens:
             reason = "empty_prompt"
-        if reason:
-            return Ask(request.id, prompt.count, {}, (), reason)
+        if not reason:
+            try:
+                ask = self._keyed(request, ranks, prompt)
+            except Exception as error:  # fail open: nor must the directory
+                reason = self._failed("directory", request, error)
+            else:
+                self._faults.pop("directory", None)
+                return ask
+        return Ask(request.id, prompt.count, {}, (), reason)
+
+    def _keyed(self, request: Inbound, ranks: Mapping[Publisher, Rank], prompt: Prompt) -> Ask:
         # A batch goes where its longest prompt can be resumed: it is sent as one request.
         tokens = max((prompt.tokens, *prompt.others), key=len)
         count = len(tokens) // 4
