@@ -59,21 +59,28 @@ async def fill(product: Product) -> dict[str, list[list[int]]]:
 PROMPTS = [fresh_tokens(8 * GRID + 1, seed) for seed in range(8)]
 
 
-async def test_a_broken_tokenizer_means_routing_by_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def planted(*_: object) -> None:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "directory"])
+async def test_a_broken_part_means_routing_by_load(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
     async with stubs(2) as (product, _):
         await fill(product)
-
-        async def broken(path: str, body: object) -> None:
-            raise RuntimeError("planted")
-
-        monkeypatch.setattr(product.assembly.tokenizer, "prompt", broken)
-        answers = [await product.complete(PROMPTS[0]) for _ in range(4)]
-        assert {(a.status, a.fallback, a.expected) for a in answers} == {
-            (200, "tokenizer_failed", 0)
-        }
-        assert len(shares(answers)) == 2
-        assert await product.metric("kvatlas_fallbacks_total", reason="tokenizer_failed") == 4
-        assert (await product.directory())["fallbacks"] == {"tokenizer_failed": 4}
+        with monkeypatch.context() as patch:
+            method = {"tokenizer": "prompt", "directory": "peek"}[part]
+            patch.setattr(getattr(product.assembly, part), method, planted)
+            answers = [await product.complete(PROMPTS[0]) for _ in range(4)]
+            reason = f"{part}_failed"
+            assert {(a.status, a.fallback, a.expected) for a in answers} == {(200, reason, 0)}
+            assert len(shares(answers)) == 2
+            assert await product.metric("kvatlas_fallbacks_total", reason=reason) == 4
+            assert (await product.directory())["fallbacks"][reason] == 4
+            assert f"internal:{part}" in await product.flags()
+        assert (await product.complete(PROMPTS[0])).fallback == ""
+        assert f"internal:{part}" not in await product.flags()
 
 
 async def test_no_tokenizer_at_all_is_flagged() -> None:
