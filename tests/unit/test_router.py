@@ -183,6 +183,19 @@ def test_engines_of_a_pool_learn_from_each_other_and_slow_ones_stand_out() -> No
     assert fast.recompute_s(0, 2000) < 0.8
 
 
+def test_a_hiccup_does_not_bend_the_line_but_what_stays_does() -> None:
+    line = Line(0.005, 0.001, 2000.0)
+    for _ in range(20):
+        for x in (100, 1000, 2000):
+            line.observe(x, 0.005 + 0.001 * x)
+    line.observe(100, 30.0)
+    assert line.at(100) < 0.3
+    for _ in range(60):
+        for x in (100, 1000, 2000):
+            line.observe(x, 0.010 + 0.004 * x)
+    assert line.at(2000) == pytest.approx(8.0, rel=0.05)
+
+
 def test_line_never_goes_below_zero() -> None:
     line = Line(0.0, 1.0, 10.0)
     for x, y in ((1, 9.0), (2, 8.0), (3, 7.0)) * 50:

@@ -15,6 +15,7 @@ from kvatlas.core.records import Tier
 
 _DECAY = 0.97  # an observation weighs half after 23 further ones
 _PRIOR_WEIGHT = 4.0
+_BELIEVED = 3.0  # times the usual error
 
 # Priors for a first load from each tier, bytes/s; replaced by what is measured.
 _PRIOR_BYTES_PER_S = {Tier.DRAM: 20e9, Tier.DISK: 3e9, Tier.OBJECT: 2e9, Tier.PEER: 5e9}
@@ -30,7 +31,7 @@ class Line:
     def __init__(self, intercept: float, slope: float, x_typical: float) -> None:
         """The prior is two pseudo-observations, at x = 0 and at ``x_typical``."""
         self._w = self._x = self._y = self._xx = self._xy = 0.0
-        self._error2 = 0.0
+        self._error2 = self._usual = 0.0
         self.count = 0
         self.intercept, self.slope = intercept, slope
         for x in (0.0, x_typical):
@@ -51,8 +52,14 @@ class Line:
         """Learn from one measured pair; what is not a finite number ≥ 0 is ignored."""
         if not (math.isfinite(x) and math.isfinite(y) and x >= 0 and y >= 0):
             return
-        error = y - self.at(x)
+        expected = self.at(x)
+        error = y - expected
         self._error2 = _DECAY * self._error2 + (1 - _DECAY) * error * error
+        # A hiccup of the machine must not bend the line, but what stays must: the longer
+        # predictions are wrong, the more of an error is believed.
+        believed = _BELIEVED * max(self._usual, 0.25 * expected, 0.001)
+        self._usual = _DECAY * self._usual + (1 - _DECAY) * min(abs(error), 4 * believed)
+        y = expected + min(believed, max(-believed, error))
         for name in ("_w", "_x", "_y", "_xx", "_xy"):
             setattr(self, name, getattr(self, name) * _DECAY)
         self._add(x, y, 1.0)
@@ -161,7 +168,8 @@ class EngineCost:
         predicted = self.pool.prefill.at(flops)
         if math.isfinite(seconds) and seconds >= 0:
             prior = (1 - _DECAY) * _FACTOR_PRIOR_S
-            self._measured_s = _DECAY * self._measured_s + seconds + prior
+            believed_s = min(seconds, _FACTOR_MAX * predicted)
+            self._measured_s = _DECAY * self._measured_s + believed_s + prior
             self._predicted_s = _DECAY * self._predicted_s + predicted + prior
         self.pool.prefill.observe(flops, seconds)
 
