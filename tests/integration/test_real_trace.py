@@ -81,8 +81,8 @@ async def test_mooncake_conversations_go_where_their_state_is(
         assert result.hits.reported_answers == REQUESTS
         assert sorted(result.workers) == [f"stub-{i}" for i in range(ENGINES)]
     expected, reported = ours.hits.expected_tokens, ours.hits.reported_tokens
-    assert reported == pytest.approx(expected, rel=0.03)
-    assert reported > 1.5 * blind.hits.reported_tokens
+    assert reported == pytest.approx(expected, rel=0.05)
+    assert reported > 1.3 * blind.hits.reported_tokens
     # More may come than was promised (another request's blocks, just computed and not announced
     # yet), less never: here nothing is evicted between the decision and the engine's own lookup.
     pairs = promises(tmp_path / "ours.jsonl")
