@@ -11,9 +11,10 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
-from harness import COMPLETION, Answer, Product, stub_workers
+from harness import COMPLETION, Answer, Product, fresh_tokens, stub_workers
 
 from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
+from kvatlas.core.layout import plain
 from kvatlas.workload.engine import EngineSpec
 from kvatlas.workload.models import load_layout
 
@@ -96,6 +97,21 @@ async def test_the_text_is_the_same_whoever_resumed_it() -> None:
         assert {answer.worker for answer in resumed} == {f"stub-{i}" for i in range(ENGINES)}
         assert len({answer.cached for answer in resumed}) >= 4
         assert all(0 <= a.expected <= a.usage["prompt_tokens"] for _, a in asked)
+
+
+async def test_the_last_token_is_always_computed() -> None:
+    """A prompt of whole blocks, asked again: its last block is neither promised nor reused."""
+    options = StubOptions(plain(16), SPEC, model_name="m")
+    async with StubCluster(options) as cluster, Product(stub_workers(cluster, "16")) as product:
+        await product.settled()
+        prompt = fresh_tokens(48)
+
+        async def told() -> bool:
+            return (await product.complete(prompt)).expected > 0
+
+        await product.until(told)
+        again = await product.complete(prompt)
+        assert (again.expected, again.cached) == (32, 32)
 
 
 @pytest.mark.parametrize("group", range(5))
