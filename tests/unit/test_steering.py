@@ -149,6 +149,9 @@ async def test_what_cannot_be_keyed_is_routed_by_load_and_counted(
         bench.steering.sent(route, route.targets[0])
         workers.append(route.targets[0].worker)
     assert sorted(workers) == ["a", "a", "b", "b"]
+    last = bench.log.last()
+    assert last is not None
+    assert "lost: more loaded" in explain(last)
     assert bench.steering.fallbacks == {reason: 4}
 
 
@@ -252,3 +255,6 @@ async def test_round_robin_does_not_look_at_the_prompt() -> None:
         bench.steering.sent(route, route.targets[0])
         seen.append(route.targets[0].worker)
     assert seen == ["a", "b", "a", "b"]
+    last = bench.log.last()
+    assert last is not None
+    assert "lost: its turn comes later" in explain(last)

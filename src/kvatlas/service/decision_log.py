@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from kvatlas.core.router import Decision
+from kvatlas.core.router import Decision, Plan
 from kvatlas.errors import ConfigError
 from kvatlas.service.steer import Outcome
 
@@ -88,15 +88,26 @@ def explain(entry: Entry) -> str:
             f"{_tiers(plan.tier_tokens)}, {plan.in_flight} in flight"
         )
         if best is not None and plan is not best:
-            excess_s = price.total_s - best.price.total_s
-            lines.append(
-                f"      lost: {'over its fair share' if plan.over_share else f'{excess_s:+.3f} s'}"
-            )
+            lines.append(f"      lost: {_reason(decision, plan, best)}")
     others = decision.considered - len(decision.plans)
     if others > 0:
-        lines.append(f"  {others} more engines: they hold none of it and are busier; not priced")
+        what = "they hold none of it and are busier; not priced" if _priced(decision) else "later"
+        lines.append(f"  {others} more engines: {what}")
     lines.extend(_outcome(entry))
     return "\n".join(lines)
+
+
+def _priced(decision: Decision) -> bool:
+    return decision.policy == "price" and not decision.unkeyed
+
+
+def _reason(decision: Decision, plan: Plan, best: Plan) -> str:
+    """Why ``plan`` stands behind ``best``."""
+    if not _priced(decision):
+        return "its turn comes later" if decision.policy == "round_robin" else "more loaded"
+    if plan.over_share and not best.over_share:
+        return "over its fair share"
+    return f"{plan.price.total_s - best.price.total_s:+.3f} s"
 
 
 def _prompt(decision: Decision) -> str:
