@@ -184,4 +184,6 @@ def test_every_shipped_config_has_a_layout_in_both_engines() -> None:
             digests.add(layout.digest())
             own = "replicated" if model.startswith("deepseek") else "by_head"
             assert layout.tensor_parallel == own
-    assert len(digests) == 18  # V3 and R1 have one shape, and never one layout
+    # V3 and R1, and both Flashes without a draft, keep the same state of other weights: what
+    # tells them apart is the model in the fingerprint.
+    assert len(digests) == 18 - 4

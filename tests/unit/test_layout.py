@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvatlas.cli import layout as command
 from kvatlas.core.families import layout_from_config, model_types
-from kvatlas.core.layout import Compute, Group, Layout, Rule, plain
+from kvatlas.core.layout import Compute, Group, Layout, Rule, drafted, plain
 from kvatlas.errors import LayoutError
 from kvatlas.workload.models import known_models, load_config, load_layout
 
@@ -267,9 +267,10 @@ def test_the_digest_is_of_the_state_and_not_of_its_cost() -> None:
         build(LLAMA, kv_dtype="fp8"),
         build(LLAMA, engine="sglang", block_tokens=16),
         build({**LLAMA, "num_hidden_layers": 31}),
-        build(LLAMA, model="another"),
+        drafted(layout),
     ]
     assert len({layout.digest(), *(o.digest() for o in others)}) == 6
+    assert build(LLAMA, model="another").digest() == layout.digest()
 
 
 def test_plain_layout_knows_no_bytes() -> None:

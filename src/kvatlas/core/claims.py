@@ -10,6 +10,7 @@ the grid carries the same engine hash as the chain block that ends there (vLLM 0
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -77,6 +78,10 @@ class Claims:
         self._windows = {
             i: _Windows(lane.units) for i, lane in enumerate(pool.lanes) if lane.units > 1
         }
+        self._ahead = [i for i in self._windows if pool.lanes[i].ahead]
+        self._follows: dict[int, dict[int, int]] = {}  # lane → hash → the one after it
+        self._twins: dict[tuple[int, int], int] = {}  # (lane, hash) → how often beyond once
+        self._counts_twins = pool.layout.engine == "vllm"
         self._names_max = directory.limits.holders_per_publisher_max
         self._dense = False  # this engine keeps every windowed block, not only the tails
         self._full = False  # a limit refused a block: its children are no orphans to repair
@@ -121,7 +126,11 @@ class Claims:
         directory, slot, tier = self._directory, self._slot, event.tier
         names = self._names
         anchored = bool(self._windows or self._pending)
+        again = self._counts_twins and event.parent is not None and tier is Tier.HBM
+        before = event.parent
         for engine_hash, key in zip(event.hashes, keys, strict=True):
+            if again and engine_hash in names:
+                self._twin(lane, engine_hash, key)
             if not self._has_room(engine_hash) or not directory.set(slot, lane, tier, key):
                 applied.refused += 1
                 self._full = True
@@ -130,6 +139,33 @@ class Claims:
             names[engine_hash] = key
             if anchored:
                 self._named(engine_hash, key, applied)
+            if self._ahead and before is not None:
+                self._looked_ahead(before, key, applied)
+            before = engine_hash
+
+    def _twin(self, lane: int, engine_hash: int, key: bytes) -> None:
+        """vLLM stored a second block under a hash that it holds: it will remove both.
+
+        Blocks that a request computes although they are cached (beyond its resume position) are
+        stored once more, and the older one is evicted first. Only what follows a parent is
+        counted: a hit that is reported in full, without a new block, always starts at position 0.
+        """
+        if self._directory.holds_in(self._slot, lane, Tier.HBM, key):
+            place = (lane, engine_hash)
+            if place in self._twins or len(self._twins) < PENDING_MAX:
+                self._twins[place] = self._twins.get(place, 0) + 1
+
+    def _looked_ahead(self, before: int, key: bytes, applied: Applied) -> None:
+        """A chain block got its ``key``: file the windows that end where it begins under it.
+
+        Only if the same request announced, just before, the window's block that follows: that
+        it has the tokens of this chain block is known in no other way (vLLM 0.32 announces a
+        request's groups in their order, the windows of V4 before its chain, in each step).
+        """
+        for lane in self._ahead:
+            beyond = self._follows.get(lane, {}).get(before)
+            if beyond is not None:
+                self._assemble(lane, self._windows[lane], beyond, key, applied)
 
     def _has_room(self, engine_hash: int) -> bool:
         """May it be named? One block under ever new hashes costs names, but no holders."""
@@ -167,13 +203,14 @@ class Claims:
                 if tiers & 1 << tier:
                     self._claim(lane, tier, engine_hash, applied)
         for lane, windows in self._windows.items():
-            if engine_hash in windows.before:
+            if lane not in self._ahead and engine_hash in windows.before:
                 self._assemble(lane, windows, engine_hash, key, applied)
 
     def _stored_window(self, lane: int, event: BlockStored, applied: Applied) -> None:
         blocks = (event.range_tokens or len(event.tokens) // 4) // event.block_tokens
         contiguous = 0 < blocks == len(event.hashes)
         wanted = self._pool.lanes[lane].group.window_blocks() or 0
+        self._follows.pop(lane, None)
         if contiguous and blocks > wanted:
             # An engine that keeps only window tails never lists a whole range, except when it is
             # asked to report a hit in full: then it lists blocks that do not exist (vLLM 0.32,
@@ -189,11 +226,14 @@ class Claims:
                 self._claim(lane, event.tier, engine_hash, applied)
             return
         before = event.parent if contiguous else None
+        if lane in self._ahead:
+            line = event.hashes if before is None else (before, *event.hashes)
+            self._follows[lane] = dict(itertools.pairwise(line))
         for engine_hash in event.hashes:
             tiers = windows.before.pop(engine_hash, (None, 0))[1] | 1 << event.tier
             windows.before[engine_hash] = (before, tiers)
             before = engine_hash
-        for engine_hash in event.hashes:
+        for engine_hash in event.hashes if lane not in self._ahead else ():
             key = self._names.get(engine_hash) or self._recent.get(engine_hash)
             if key is not None:
                 self._assemble(lane, windows, engine_hash, key, applied)
@@ -271,9 +311,18 @@ class Claims:
         key = self._names.get(engine_hash)
         if key is None:
             return 0
+        if tier is Tier.HBM and (lane, engine_hash) in self._twins:
+            self._one_less((lane, engine_hash))
+            return 1
         cleared = self._directory.clear(self._slot, lane, tier, key)
         self._forget(engine_hash, key)  # also where it was a second name of what is gone already
         return int(cleared)
+
+    def _one_less(self, place: tuple[int, int]) -> None:
+        """One of several equal blocks is gone; the others are held."""
+        self._twins[place] -= 1
+        if not self._twins[place]:
+            del self._twins[place]
 
     def _drop_unit(self, lane: int, tier: Tier, windows: _Windows, engine_hash: int) -> int:
         if engine_hash in windows.before:

@@ -11,7 +11,6 @@ Soft state: everything here is rebuilt from the engines' events. Reading never c
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -22,11 +21,10 @@ from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Eve
 from kvatlas.core.keys import Keyring
 from kvatlas.core.lanes import Pool
 from kvatlas.core.layout import Layout
+from kvatlas.core.lookup import Lookup, Positions
 from kvatlas.core.records import Publisher, Resume, Tier
-from kvatlas.core.steps import Steps, bits, by_publisher, members, stairs, union
 from kvatlas.core.tables import KeyTable
 
-_LOWER_TIERS = (Tier.DRAM, Tier.DISK, Tier.OBJECT, Tier.PEER)
 _SWEEP_PER_APPLY = 2_000
 _RETIRED_MAX = 16  # lives that wait to be swept, beyond one per publisher: all may restart at once
 
@@ -63,6 +61,7 @@ class Directory:
         self._pools: dict[bytes, Pool] = {}
         self._slots: dict[Publisher, _Slot] = {}
         self._named: list[Publisher] = []  # by bit
+        self._lookup = Lookup(self._books, self._named)
         self._free_bits: list[int] = []
         self._retired: deque[tuple[int, Iterator[bytes]]] = deque()
         self._masks: dict[int, int] = {}  # one object per distinct holder set: memory, and `is`
@@ -242,6 +241,10 @@ class Directory:
         self.holders -= 1
         return True
 
+    def holds_in(self, slot: _Slot, lane: int, tier: Tier, key: bytes) -> bool:
+        """Does the publisher hold ``key`` in this lane and tier?"""
+        return bool(self._books[lane][tier].get(key, 0) & slot.bit)
+
     def holds(self, slot: _Slot, key: bytes) -> bool:
         """Does the publisher hold ``key`` in any lane and tier?"""
         bit = slot.bit
@@ -267,180 +270,26 @@ class Directory:
     def peek(self, keys: Sequence[bytes], fingerprint: bytes) -> list[Resume]:
         """How far each publisher of ``fingerprint`` can resume a prompt with these block keys.
 
-        ``keys`` are the prompt's full grid blocks that may be resumed: leave out the block that
-        holds the last token, because one token must be computed. Publishers that hold nothing of
-        it are left out. Ordered by tokens, longest first, then by chain, then by registration.
+        ``keys`` are the prompt's first `Layout.asked_blocks`: at the end of each of them it may
+        be resumed, because one token is left to compute. Publishers that hold nothing of it are
+        left out. Ordered by tokens, longest first, then by chain, then by registration.
         """
         pool = self._pools.get(fingerprint)
-        if pool is None or not keys:
-            return []
-        near, far = self._chains(pool, keys)
-        hbm = self._deepest(pool, keys, near, (Tier.HBM,))
-        resumes = self._carried(pool, keys, near, hbm, far) if far else []
-        grid, named = pool.layout.grid_tokens, self._named
-        for end, blocks, holders in stairs(near, hbm, union(far)):
-            tokens, chain = end * grid, blocks * grid
-            split = (tokens,)
-            resumes += [Resume(p, tokens, chain, split) for p in members(holders, named)]
-        if far:
-            resumes.sort(key=lambda r: (-r.tokens, -r.chain_tokens))
-        return resumes
+        return self._lookup.resumes(pool, keys) if pool is not None and keys else []
 
-    def _carried(
-        self, pool: Pool, keys: Sequence[bytes], near: Steps, hbm: Steps, far: Steps
-    ) -> list[Resume]:
-        """Those whose chain goes on, or could go on, in lower tiers."""
-        low = by_publisher(self._deepest(pool, keys, far, _LOWER_TIERS))
-        local, chain = by_publisher(hbm), by_publisher(near)
-        grid = pool.layout.grid_tokens
-        resumes = []
-        for bit, blocks in by_publisher(far).items():
-            held = local.get(bit, 0)
-            end = max(held, low.get(bit, 0)) if held == chain.get(bit, 0) else held
-            if blocks:
-                split = self._split(pool, keys, bit, held, end)
-                publisher = self._named[bit.bit_length() - 1]
-                resumes.append(Resume(publisher, end * grid, blocks * grid, split))
-        return resumes
-
-    def _split(
-        self, pool: Pool, keys: Sequence[bytes], bit: int, local: int, end: int
-    ) -> tuple[int, ...]:
-        """Tokens by tier, nearest first: ``local`` blocks from hbm, up to ``end`` from below."""
-        grid = pool.layout.grid_tokens
-        if end == local:
-            return (local * grid,)
-        split = [0] * len(Tier)
-        split[Tier.HBM] = local * grid
-        lane = next(i for i in pool.required if pool.lanes[i].span is None)
-        for key in keys[local:end]:
-            tier = next(
-                (t for t in _LOWER_TIERS if self._books[lane][t].get(key, 0) & bit), Tier.OBJECT
-            )
-            split[tier] += grid
-        return tuple(split)
-
-    def _chains(self, pool: Pool, keys: Sequence[bytes]) -> tuple[Steps, Steps]:
-        """Blocks of unbroken chain: in hbm, and for some publishers carried on by lower tiers.
-
-        An engine first takes its local hit, then its connector continues from there: so the
-        lower tiers count only from the end of the hbm chain on, and must be unbroken themselves.
-        """
-        chains = [i for i in pool.required if pool.lanes[i].span is None]
-        books = [self._books[lane][Tier.HBM] for lane in chains]
-        near: Steps = {}
-        far: Steps = {}
-        active, lower = pool.alive, 0
-        one = len(books) == 1
-        runs = books[0].runs(keys) if one else list(enumerate(_all_of(books, keys)))
-        runs.append((len(keys), 0))
-        for (start, mask), (end, _) in itertools.pairwise(runs):
-            lost = active & ~mask
-            if lost:
-                active ^= lost
-                near[start] = lost
-                lower |= lost & (pool.lower | pool.shared)
-            for index in range(start, end) if lower else ():
-                kept = self._lower_mask(pool, chains, keys[index]) & lower
-                if kept != lower:
-                    far[index] = lower & ~kept
-                    lower = kept
-            if not active and not lower:
-                return near, far
-        for steps, rest in ((near, active), (far, lower)):
-            if rest:
-                steps[len(keys)] = rest
-        return near, far
-
-    def _lower_mask(self, pool: Pool, lanes: Sequence[int], key: bytes) -> int:
-        """Publishers that can load ``key`` from below hbm, in every one of ``lanes``."""
-        result = pool.alive
-        for lane in lanes:
-            books = self._books[lane]
-            mask = 0
-            for tier in _LOWER_TIERS:
-                held = books[tier].get(key, 0)
-                # The object tier is one store for all who use it, not one per publisher.
-                mask |= pool.shared if tier is Tier.OBJECT and held & pool.alive else held
-            result &= mask
-        return result
-
-    def _deepest(
-        self, pool: Pool, keys: Sequence[bytes], chains: Steps, tiers: Sequence[Tier]
-    ) -> Steps:
-        """The deepest block count at which all windowed lanes are held too."""
-        windows = [(i, pool.lanes[i].span) for i in pool.required if pool.lanes[i].span]
-        if not windows:
-            return chains
-        short = [i for i, span in windows if span == 1]
-        long = [(i, span) for i, span in windows if span is not None and span > 1]
-        waiting = dict(chains)
-        deepest: Steps = {}
-        eligible, position = 0, max(waiting, default=0)
-        while position > 0:
-            eligible |= waiting.pop(position, 0)
-            held = self._held(pool, short, keys[position - 1], tiers, eligible)
-            eligible ^= held
-            for bit in bits(held) if long else ():
-                hole = self._hole(pool, long, keys, position, tiers=tiers, bit=bit)
-                if hole is not None:
-                    held ^= bit
-                    waiting[hole] = waiting.get(hole, 0) | bit
-            if held:
-                deepest[position] = held
-            position = position - 1 if eligible else max(waiting, default=0)
-        return deepest
-
-    def _held(
-        self, pool: Pool, lanes: Sequence[int], key: bytes, tiers: Sequence[Tier], among: int
-    ) -> int:
-        for lane in lanes:
-            if not among:
-                return 0
-            if len(tiers) == 1:
-                among &= self._books[lane][tiers[0]].get(key, 0)
-            else:
-                among &= self._lower_mask(pool, (lane,), key)
-        return among
-
-    def _hole(
-        self,
-        pool: Pool,
-        lanes: Sequence[tuple[int, int]],
-        keys: Sequence[bytes],
-        position: int,
-        *,
-        tiers: Sequence[Tier],
-        bit: int,
-    ) -> int | None:
-        """The last block inside a wide window before ``position`` that is missing, if any."""
-        for lane, span in lanes:
-            for index in range(position - 1, max(-1, position - 1 - span), -1):
-                if not self._held(pool, (lane,), keys[index], tiers, bit):
-                    return index
-        return None
+    def positions(self, publisher: Publisher, keys: Sequence[bytes]) -> Positions | None:
+        """Every position at which one publisher could resume this prompt, and what stops it
+        elsewhere; None for a publisher that is not registered. ``keys`` as for `peek`."""
+        slot = self._slots.get(publisher)
+        return self._lookup.positions(slot.pool, keys, slot.bit) if slot else None
 
     def missing(self, publisher: Publisher, keys: Sequence[bytes], tokens: int) -> str:
         """Names the groups that are not in hbm at position ``tokens`` (for explanations)."""
         slot = self._slots.get(publisher)
         if slot is None:
             return "unknown publisher"
-        pool, bit = slot.pool, slot.bit
-        position = tokens // pool.layout.grid_tokens
-        if not 0 < position <= len(keys):
-            return ""
-        names: list[str] = []
-        for i in pool.required:
-            lane = pool.lanes[i]
-            if lane.span is None:
-                held = bool(self._books[i][Tier.HBM].get(keys[position - 1], 0) & bit)
-            else:
-                wide = [(i, lane.span)]
-                hole = self._hole(pool, wide, keys, position, tiers=(Tier.HBM,), bit=bit)
-                held = hole is None
-            if not held and lane.group.name not in names:
-                names.append(lane.group.name)
-        return ", ".join(names)
+        position = tokens // slot.pool.layout.grid_tokens
+        return ", ".join(self._lookup.missing(slot.pool, keys, position, slot.bit))
 
     def holdings(self, publisher: Publisher) -> Iterator[tuple[int, Tier, bytes]]:
         """Every (lane, tier, key) that a publisher holds: for inspection and tests."""
@@ -461,11 +310,3 @@ class Directory:
             for lane, tier, key in sorted(self.holdings(publisher)):
                 total.update(bytes((lane, tier)) + key)
         return total.hexdigest()
-
-
-def _all_of(books: Sequence[KeyTable], keys: Sequence[bytes]) -> Iterator[int]:
-    for key in keys:
-        mask = -1
-        for book in books:
-            mask &= book.get(key, 0)
-        yield mask

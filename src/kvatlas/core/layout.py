@@ -69,7 +69,9 @@ class Group(msgspec.Struct, frozen=True):
     Identified on the wire by (kind, window, block size), never by index (V4 Flash and Pro swap
     theirs). ``copies`` groups may share one identity (V4 Flash has two sliding-window groups);
     those are told apart by index within one publisher only. ``kind`` "*" matches any.
-    ``window_tokens`` None means `Rule.CHAIN`.
+    ``window_tokens`` None means `Rule.CHAIN`. ``lookahead``: blocks beyond p that the engine must
+    find too, or it does not resume at p (0 or 1): with EAGLE, MTP or DSpark vLLM matches one block
+    more and drops it (0.32, `eagle_proof_margin`).
     """
 
     name: str
@@ -78,6 +80,7 @@ class Group(msgspec.Struct, frozen=True):
     window_tokens: int | None = None
     required: bool = True
     copies: int = 1
+    lookahead: int = 0
 
     def window_blocks(self) -> int | None:
         """Blocks of this group that must end at a resume position; None: all of them.
@@ -149,8 +152,11 @@ class Layout(msgspec.Struct, frozen=True):
     tensor_parallel: str = ""
 
     def digest(self) -> str:
-        """Hex digest of all that describes the state (not its cost): part of the fingerprint."""
-        state = msgspec.json.encode(msgspec.structs.replace(self, compute=None))
+        """Hex digest of all that describes the state: part of the fingerprint.
+
+        Not the model's name, which the fingerprint has beside it, and not the cost.
+        """
+        state = msgspec.json.encode(msgspec.structs.replace(self, model="", compute=None))
         return hashlib.sha256(b"kvatlas.layout.1\0" + state).hexdigest()[:16]
 
     def bytes_per_token(self) -> float:
@@ -166,6 +172,13 @@ class Layout(msgspec.Struct, frozen=True):
     def resume_point_bytes(self) -> int:
         """Fixed bytes of one resume position on the grid, as the engine stores them."""
         return self._window_bytes(None)
+
+    def asked_blocks(self, tokens: int) -> int:
+        """Full grid blocks of a prompt that matter for a resume: one token must be computed, so
+        the block that ends with the prompt does not, unless an engine that looks ahead only has
+        to find it, and resumes before it."""
+        ahead = any(g.lookahead for g in self.groups if g.required)
+        return (tokens if ahead else max(tokens - 1, 0)) // self.grid_tokens
 
     def announced(self) -> bool:
         """Whether events tell of every part that a resume needs; else windows are believed."""
@@ -195,6 +208,16 @@ class Layout(msgspec.Struct, frozen=True):
                     blocks = min(blocks, -(-tokens // c.block_tokens))
                 total += blocks * c.stored_block_bytes
         return total
+
+
+def drafted(layout: Layout) -> Layout:
+    """The same, run with a draft whose own state is not described: every group looks ahead.
+
+    So does vLLM where it cannot tell which group holds the draft's layers (0.32,
+    `KVCacheCoordinator`); where it can, this promises a block less than there is.
+    """
+    groups = tuple(msgspec.structs.replace(g, lookahead=1) for g in layout.groups)
+    return msgspec.structs.replace(layout, groups=groups)
 
 
 def plain(block_tokens: int, *, model: str = "", engine: str = "") -> Layout:

@@ -27,6 +27,15 @@ def stairs(near: Steps, deepest: Steps, without: int) -> list[tuple[int, int, in
     return result
 
 
+def shorter(steps: Steps, blocks: int) -> Steps:
+    """Everybody's count less ``blocks``, never below none."""
+    result: Steps = {}
+    for count, mask in steps.items():
+        rest = max(count - blocks, 0)
+        result[rest] = result.get(rest, 0) | mask
+    return result
+
+
 def union(steps: Steps) -> int:
     """Everybody in ``steps``."""
     result = 0

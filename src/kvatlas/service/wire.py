@@ -246,7 +246,8 @@ def _stored(event: _Stored, positional: bool) -> BlockStored | None:
         _trim(event)
     tier = _tier(event.medium, event.locality)
     hashes = _hashes(event.block_hashes)
-    if not hashes:
+    window = _number(event.kv_cache_spec_sliding_window)
+    if not hashes and window is None:  # a window of which nothing is kept ends what was said of it
         return None
     parent = event.parent_block_hash
     if parent is not None:
@@ -262,7 +263,6 @@ def _stored(event: _Stored, positional: bool) -> BlockStored | None:
         blocks = count // block
         if len(hashes) > blocks:
             raise _Malformed("more hashes than blocks")
-    window = _number(event.kv_cache_spec_sliding_window)
     # A windowed group repeats the ids of the chain group's range; its blocks are found by hash.
     tokens = _tokens(event.token_ids) if count and window is None else b""
     salt = getattr(event, "cache_salt", None) or ""

@@ -287,8 +287,10 @@ def _vllm(shape: Shape, rows: Rows, page: int) -> tuple[tuple[Component, ...], t
     ]
     if shape.hca_before_csa:
         states.reverse()
+    # vLLM marks the group with the draft's layers, and all that share its spec with it.
+    ahead = 1 if shape.drafts else 0
     groups = (
-        Group("swa", sliding, swa, shape.window, copies=_swa_copies(shape)),
+        Group("swa", sliding, swa, shape.window, copies=_swa_copies(shape), lookahead=ahead),
         Group("global", "mla_attention", page),
         *states,
     )
