@@ -71,7 +71,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``layout`` is "auto", a Hugging Face config.json, or a plain block size as text ("32").
     ``dp_ranks`` counts its data-parallel ranks where ``events`` is an address: each rank's port
-    is one higher than the one before. With "auto" the engine tells.
+    is one higher than the one before. With "auto" the engine tells. ``draft`` and
+    ``tensor_parallel`` are for engines that do not tell them (0: not said).
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -82,6 +83,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str = "auto"
     kv_dtype: str = "auto"
     weights_digest: str = ""
+    draft: bool = False
+    tensor_parallel: Count = 0
     dp_ranks: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
 

@@ -346,6 +346,7 @@ class FakeWorker:
         self.got: list[Request] = []
         self.running = 0  # as its metrics say
         self.asleep = False
+        self.draft = False  # its metrics tell of one
         self.healthy = True
         self.started = 1000.0
         self.gate: asyncio.Event | None = None  # answers wait for it
@@ -420,6 +421,7 @@ class FakeWorker:
                 f'vllm:engine_sleep_state{{engine="0",sleep_state="slept"}} {int(self.asleep)}',
                 f"process_start_time_seconds {self.started}",
             ]
+            lines += ['vllm:spec_decode_num_drafts_total{engine="0"} 0.0'] if self.draft else []
             reply.send(200, [], "\n".join(lines).encode())
         else:
             reply.send(404, [])

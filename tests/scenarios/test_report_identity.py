@@ -134,9 +134,9 @@ keys = ring.chain(ring.root(print_of), array("I", range(100, 112)).tobytes(), 4)
 print(*[key.hex() for key in keys])
 """
 GOLDEN_KEYS = """
-83f6bdb68d473109207e199c12630588
-67073765081b1f858c4a5f66cfb18f56
-ae3d5e55f7b2379f229b24c55ac66e56
+7b03673cc1661eb68006a17f125161bd
+eb1a4b3f108d9d17862d256bc3986de4
+2d11d87fa4c16b9744d539faa8d90e09
 """
 
 

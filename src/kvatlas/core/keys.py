@@ -21,7 +21,11 @@ SECRET_BYTES = 32
 
 
 class Fingerprint(msgspec.Struct, frozen=True, omit_defaults=False):
-    """All that must agree before KV bytes of one engine may be used by another (DESIGN §2)."""
+    """All that must agree before KV bytes of one engine may be used by another (DESIGN §2).
+
+    ``weights_digest`` is any text that stands for the weights and their revision.
+    `core.compat` says in words why two of them may not share.
+    """
 
     model: str
     weights_digest: str = ""
@@ -34,10 +38,16 @@ class Fingerprint(msgspec.Struct, frozen=True, omit_defaults=False):
     kv_dtype: str = ""
     tensor_parallel: str = ""
     draft_mode: str = ""
+    hash_algorithm: str = ""
+
+    def canonical(self) -> Fingerprint:
+        """Without what does not count: the model's name, where a digest of the weights decides."""
+        return msgspec.structs.replace(self, model="") if self.weights_digest else self
 
     def digest(self) -> bytes:
-        """32 bytes that change when any field does; the same in every process."""
-        return hashlib.sha256(b"kvatlas.fingerprint.1\0" + msgspec.json.encode(self)).digest()
+        """32 bytes that change when any field that counts does; the same in every process."""
+        fields = msgspec.json.encode(self.canonical())
+        return hashlib.sha256(b"kvatlas.fingerprint.2\0" + fields).digest()
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Names of the fields that differ, in declaration order: the reason of a refusal."""

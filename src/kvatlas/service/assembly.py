@@ -15,9 +15,10 @@ from pathlib import Path
 
 from kvatlas.config import Config, WorkerConfig
 from kvatlas.core import sequence
+from kvatlas.core.compat import Member, not_shared
 from kvatlas.core.directory import Directory, Limits
 from kvatlas.core.keys import Fingerprint, Keyring
-from kvatlas.core.layout import Layout
+from kvatlas.core.layout import Layout, drafted
 from kvatlas.core.records import Publisher
 from kvatlas.core.router import Params, Router
 from kvatlas.errors import ConfigError, LayoutError, RequestError
@@ -26,6 +27,7 @@ from kvatlas.service.decision_log import DecisionLog, explain
 from kvatlas.service.engines import TIMING, Engines, Timing, Worker
 from kvatlas.service.feed import Feed
 from kvatlas.service.http_client import HttpClient
+from kvatlas.service.probe import Description
 from kvatlas.service.steering import Problems, Rank, Steering
 from kvatlas.service.tokens import Tokenizer
 from kvatlas.service.verify import Endpoint
@@ -76,7 +78,9 @@ class Assembly:
             tokens=self.tokenizer,
         )
         self.steering.health_parts.append(self._problems)
+        self.steering.health_notes.append(self._notes)
         self.layout_errors: dict[str, str] = {}
+        self.members: dict[str, Member] = {}  # worker → what it computes with
         self.feed: Feed
         self.engines: Engines
         self._sync: asyncio.Task[None] | None = None
@@ -128,15 +132,9 @@ class Assembly:
         layout = self._layout_of(worker)
         told = worker.description
         assert told is not None
-        fingerprint = Fingerprint(
-            model=told.model_path or ",".join(told.models),
-            weights_digest=worker.config.weights_digest,
-            engine=told.engine,
-            engine_version=told.version,
-            layout_digest=layout.digest(),
-            block_tokens=layout.grid_tokens,
-            kv_dtype=told.kv_dtype,
-        ).digest()
+        member = Member(told.models, _fingerprint(worker.config, told, layout), layout)
+        self.members[worker.name] = member
+        fingerprint = member.fingerprint.digest()
         served = dict.fromkeys(told.models, "")
         served.update({adapter.name: adapter.name for adapter in told.adapters})
         publishers = worker.publishers()
@@ -161,6 +159,8 @@ class Assembly:
         for publisher in publishers:
             self.steering.remove(publisher)
         self.layout_errors.pop(worker.name, None)
+        if worker.name not in self.engines.workers:
+            self.members.pop(worker.name, None)
 
     async def _keep_in_step(self) -> None:
         while True:
@@ -180,13 +180,14 @@ class Assembly:
     def _layout_of(self, worker: Worker) -> Layout:
         """Configured, else from the model's own config where it can be read, else refused."""
         self.layout_errors.pop(worker.name, None)
-        configured = _configured_layout(worker.config)
-        if configured is not None:
-            return configured
         told = worker.description
         assert told is not None
+        draft = worker.config.draft or told.draft
+        configured = _configured_layout(worker.config, draft)
+        if configured is not None:
+            return configured
         try:
-            return self._layout_told(worker.config, told.model_path, told.block_tokens)
+            return self._layout_told(worker.config, told, draft)
         except LayoutError as error:
             self.layout_errors[worker.name] = (
                 f"its KV layout is not known, so nothing is believed to be cached there: {error}; "
@@ -194,18 +195,15 @@ class Assembly:
             )
             return _UNKNOWN
 
-    def _layout_told(self, config: WorkerConfig, model_path: str, block_tokens: int) -> Layout:
-        if not model_path:
+    def _layout_told(self, config: WorkerConfig, told: Description, draft: bool) -> Layout:
+        if not told.model_path:
             raise LayoutError("the engine does not tell where its model is")
-        model = Path(model_path).name if not Path(model_path).exists() else model_path
+        path = Path(told.model_path)
+        model = told.model_path if path.exists() else path.name
         # DeepSeek V4 reports the step of its hash chain as its block size, not its block.
         composite = load_config(model).get("model_type") == "deepseek_v4"
-        return load_layout(
-            model,
-            engine="sglang" if config.engine == "sglang" else "vllm",
-            kv_dtype=config.kv_dtype,
-            block_tokens=None if composite or not block_tokens else block_tokens,
-        )
+        block = None if composite or not told.block_tokens else told.block_tokens
+        return _layout(model, config, draft, block)
 
     # -- tokenizer ------------------------------------------------------------------------------
 
@@ -264,6 +262,7 @@ class Assembly:
         """GET /kvatlas/workers: what is known of each engine."""
         in_flight = self.steering.in_flight()
         streams = {status.publisher: status for status in self.feed.status()}
+        apart = not_shared(self.members)
         rows = []
         for worker in self.engines.workers.values():
             for publisher in worker.publishers():
@@ -279,6 +278,8 @@ class Assembly:
                         "engine": f"{told.engine} {told.version}".strip() if told else "",
                         "in_flight": in_flight.get(publisher, 0),
                         "blocks_held": self.directory.holders_of(publisher),
+                        "fingerprint": self._member_digest(worker.name),
+                        "not_shared": apart.get(worker.name, ""),
                         "feed": {
                             "connected": stream.connected,
                             "error": stream.error,
@@ -307,6 +308,14 @@ class Assembly:
             "decisions": self.steering.decisions,
             "fallbacks": dict(self.steering.fallbacks),
         }
+
+    def _member_digest(self, name: str) -> str:
+        member = self.members.get(name)
+        return member.fingerprint.digest().hex()[:16] if member else ""
+
+    def _notes(self) -> Problems:
+        """Engines that serve one name and may not share what they cache: routed to, each alone."""
+        return {"not_shared": not_shared(self.members)}
 
     def _problems(self) -> Problems:
         workers = self.engines.workers.values()
@@ -343,17 +352,55 @@ class Assembly:
 _UNKNOWN = Layout(model="", engine="", kv_dtype="", grid_tokens=1 << 30, components=(), groups=())
 
 
-def _configured_layout(worker: WorkerConfig) -> Layout | None:
+def _configured_layout(worker: WorkerConfig, draft: bool = False) -> Layout | None:
     if worker.layout == "auto":
         return None
     try:
-        return load_layout(
-            worker.layout,
-            engine="sglang" if worker.engine == "sglang" else "vllm",
-            kv_dtype=worker.kv_dtype,
-        )
+        return _layout(worker.layout, worker, draft)
     except LayoutError as error:
         raise ConfigError(f"worker {worker.name!r}: layout: {error}") from error
+
+
+def _layout(
+    model: str, worker: WorkerConfig, draft: bool, block_tokens: int | None = None
+) -> Layout:
+    """With its draft where that is described; else such that no promise counts on it."""
+
+    def load(draft: bool) -> Layout:
+        return load_layout(
+            model,
+            engine="sglang" if worker.engine == "sglang" else "vllm",
+            kv_dtype=worker.kv_dtype,
+            block_tokens=block_tokens,
+            draft=draft,
+        )
+
+    layout = load(False)
+    if not draft:
+        return layout
+    if model.isdecimal():
+        return drafted(layout)
+    try:
+        return load(True)
+    except LayoutError:
+        return drafted(layout)
+
+
+def _fingerprint(config: WorkerConfig, told: Description, layout: Layout) -> Fingerprint:
+    ranks = config.tensor_parallel or told.tensor_parallel
+    by_head = layout.tensor_parallel != "replicated"
+    return Fingerprint(
+        model=told.model_path or ",".join(told.models),
+        weights_digest=config.weights_digest,
+        engine=told.engine,
+        engine_version=told.version,
+        layout_digest=layout.digest(),
+        block_tokens=layout.grid_tokens,
+        kv_dtype=told.kv_dtype,
+        tensor_parallel=f"{ranks}" if by_head and ranks else "",
+        draft_mode="draft" if config.draft or told.draft else "",
+        hash_algorithm=dict(told.facts).get("prefix_caching_hash_algo", ""),
+    )
 
 
 def _entries(worker: Worker) -> tuple[dict[str, object], ...]:

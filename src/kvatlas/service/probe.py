@@ -36,6 +36,7 @@ class Description(msgspec.Struct, frozen=True):
 
     ``life`` differs between two starts of the engine where it tells us anything of the kind.
     ``facts`` are further texts by name, as the engine reports them (its cache configuration).
+    ``draft``: it guesses tokens ahead (EAGLE, MTP, DSpark or otherwise).
     """
 
     engine: str
@@ -49,6 +50,8 @@ class Description(msgspec.Struct, frozen=True):
     sources: tuple[tuple[int, Source], ...] = ()  # by data-parallel rank
     life: str = ""
     facts: tuple[tuple[str, str], ...] = ()
+    draft: bool = False
+    tensor_parallel: int = 0
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -202,6 +205,7 @@ def _vllm(version: Any, told: Any, metrics: str, worker: WorkerConfig) -> Descri
         kv_dtype=facts.get("cache_dtype", ""),
         sources=_sources(worker, sources),
         facts=tuple(sorted(facts.items())),
+        draft="vllm:spec_decode_num_drafts" in metrics,  # registered only where it is configured
     )
 
 
@@ -230,7 +234,14 @@ def _sglang(info: Mapping[str, Any], worker: WorkerConfig) -> Description:
         kv_dtype=known.get("kv_cache_dtype", ""),
         sources=_sources(worker, sources),
         life=msgspec.json.encode(life).decode() if life else "",
+        draft=bool(info.get("speculative_algorithm")),
+        tensor_parallel=_positive(info.get("tp_size")),
     )
+
+
+def _positive(value: object) -> int:
+    """A count as told, 0 where it is none."""
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _sources(

@@ -141,6 +141,7 @@ class Steering:
         self.gaps: dict[Publisher, HitGap] = {}
         self.errors: dict[Publisher, PredictionError] = {}
         self.health_parts: list[Callable[[], Problems]] = []
+        self.health_notes: list[Callable[[], Problems]] = []  # to be known, but no fault
         self.fallbacks: Counter[str] = Counter()
         self._faults: dict[str, str] = {}  # part of ours → why it failed when it was last needed
         self.decisions = 0
@@ -199,6 +200,8 @@ class Steering:
         for part in self.health_parts:
             problems.update(part())
         flags = [f"{problem}:{who}" for problem, whom in problems.items() for who in whom]
+        for note in self.health_notes:
+            problems.update(note())
         details: dict[str, object] = {p: whom for p, whom in problems.items() if whom}
         return Health(ready=bool(up), flags=tuple(flags), details=details)
 
@@ -319,11 +322,11 @@ class Steering:
                 continue
             adapter = rank.models.get(model, "") if isinstance(model, str) else ""
             grid = rank.layout.grid_tokens
-            usable = (count - 1) // grid  # one token must always be computed
+            asked = rank.layout.asked_blocks(count)
             root = self._keyring.root(rank.fingerprint, scope, adapter)
-            chain = self._keyring.chain(root, memoryview(tokens)[: usable * grid * 4], grid)
-            keys[rank.fingerprint] = chain
+            chain = self._keyring.chain(root, memoryview(tokens)[: asked * grid * 4], grid)
             resumes.extend(self._directory.peek(chain, rank.fingerprint))
+            keys[rank.fingerprint] = chain[: (count - 1) // grid]  # one token must be computed
         if len(keys) > 1:
             resumes.sort(key=lambda r: (-r.tokens, -r.chain_tokens, r.publisher))
         return Ask(request.id, count, keys, resumes)
