@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from kvatlas.core import hashing
+from kvatlas.core import native
 from kvatlas.core.keys import Keyring
 
 needs_sha = pytest.mark.skipif(
-    not hashing.accelerated, reason="this processor has no SHA instructions: hashlib does it all"
+    not native.accelerated, reason="this processor has no SHA instructions: hashlib does it all"
 )
 
 
@@ -29,19 +29,19 @@ def test_every_block_size_up_to_five_chunks_and_some_large_ones() -> None:
     for size in (*range(1, 320), 1024, 1023, 4096, 65536):
         secret, parent = source.randbytes(32), source.randbytes(16)
         tokens = source.randbytes(3 * size + source.randrange(size))
-        assert hashing.chain(secret, parent, tokens, size) == by_hashlib(
+        assert native.chain(secret, parent, tokens, size) == by_hashlib(
             secret, parent, tokens, size
         )
-    assert hashing.chain(bytes(32), bytes(16), b"", 4) == []
+    assert native.chain(bytes(32), bytes(16), b"", 4) == []
 
 
 @needs_sha
 def test_wrong_sizes_are_refused() -> None:
     for secret, parent, size in ((31, 16, 4), (32, 15, 4), (32, 16, 0), (32, 16, -4)):
         with pytest.raises(ValueError, match="secret of 32"):
-            hashing.chain(bytes(secret), bytes(parent), bytes(64), size)
+            native.chain(bytes(secret), bytes(parent), bytes(64), size)
     with pytest.raises(TypeError):
-        hashing.chain(bytes(32), bytes(16), "text", 4)  # type: ignore[arg-type]
+        native.chain(bytes(32), bytes(16), "text", 4)  # type: ignore[arg-type]
 
 
 def test_keys_do_not_depend_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_keys_do_not_depend_on_the_processor(monkeypatch: pytest.MonkeyPatch) ->
     fast = ring.chain(parent, memoryview(tokens), 16)
     assert fast == ring.chain(parent, memoryview(tokens).cast("I"), 16)
     with_extra = ring.chain(parent, tokens, 16, (b"", b"image"))
-    monkeypatch.setattr(hashing, "accelerated", False)
+    monkeypatch.setattr(native, "accelerated", False)
     assert ring.chain(parent, memoryview(tokens), 16) == fast
     assert len(fast) == 62
     assert with_extra == ring.chain(parent, tokens, 16, (b"", b"image"))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvatlas.core.tables import KeyTable, NameTable
+from kvatlas.core.native import KeyTable, NameTable
 
 SMALL = 2**64 - 1
 

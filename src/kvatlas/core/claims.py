@@ -20,8 +20,8 @@ import msgspec
 from kvatlas.core.events import BlockRemoved, BlockStored
 from kvatlas.core.keys import Keyring, Scope
 from kvatlas.core.layout import Group
+from kvatlas.core.native import NameTable
 from kvatlas.core.records import Tier
-from kvatlas.core.tables import NameTable
 
 if TYPE_CHECKING:
     from kvatlas.core.directory import Directory, _Slot

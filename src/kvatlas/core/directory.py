@@ -22,8 +22,8 @@ from kvatlas.core.keys import Keyring
 from kvatlas.core.lanes import Pool
 from kvatlas.core.layout import Layout
 from kvatlas.core.lookup import Lookup, Positions
+from kvatlas.core.native import KeyTable
 from kvatlas.core.records import Publisher, Resume, Tier
-from kvatlas.core.tables import KeyTable
 
 _SWEEP_PER_APPLY = 2_000
 _RETIRED_MAX = 16  # lives that wait to be swept, beyond one per publisher: all may restart at once

@@ -1,19 +1,21 @@
-// Chained SHA-256 with the processor's own SHA instructions (x86-64), see hashing.pyi.
+// Chained SHA-256 with the processor's own SHA instructions (x86-64), see _native.pyi.
 //
 // A 32k-token prompt is 128 blocks: as many calls into hashlib cost as much again as the hashing.
 // Where the processor has no such instructions `accelerated` is false and `core.keys` stays with
 // hashlib; the keys are the same.
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include <nanobind/nanobind.h>
 
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
 #endif
+
+namespace nb = nanobind;
 
 namespace {
 
@@ -122,52 +124,44 @@ void step(const uint8_t *, uint8_t *, const uint8_t *, size_t) {}
 
 #endif
 
-PyObject *chain_into_list(const uint8_t *secret, const uint8_t *parent, const Py_buffer &tokens,
-                          Py_ssize_t size) {
-    const Py_ssize_t count = tokens.len / size;
-    PyObject *keys = PyList_New(count);
+// The bytes of any object with the buffer protocol, as they are.
+class View {
+  public:
+    explicit View(nb::handle object) {
+        if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE)) throw nb::python_error();
+    }
+    View(const View &) = delete;
+    ~View() { PyBuffer_Release(&buffer_); }
+
+    const uint8_t *data() const { return static_cast<const uint8_t *>(buffer_.buf); }
+    Py_ssize_t size() const { return buffer_.len; }
+
+  private:
+    Py_buffer buffer_;
+};
+
+nb::list chain(const nb::bytes &secret, const nb::bytes &parent, nb::handle tokens,
+               Py_ssize_t block_bytes) {
+    if (!accelerated()) throw std::runtime_error("this processor has no SHA instructions");
+    if (secret.size() != SECRET || parent.size() != KEY || block_bytes < 1)
+        throw nb::value_error("a secret of 32, a parent of 16 and blocks of > 0 bytes");
+    const View view(tokens);
+    const Py_ssize_t count = view.size() / block_bytes;
+    nb::list keys = nb::steal<nb::list>(PyList_New(count));
+    if (!keys) throw nb::python_error();
     uint8_t key[KEY];
-    std::memcpy(key, parent, KEY);
-    for (Py_ssize_t i = 0; keys && i < count; i++) {
-        step(secret, key, static_cast<const uint8_t *>(tokens.buf) + i * size, (size_t)size);
-        PyObject *object = PyBytes_FromStringAndSize(reinterpret_cast<char *>(key), KEY);
-        if (object)
-            PyList_SET_ITEM(keys, i, object);
-        else
-            Py_CLEAR(keys);
+    std::memcpy(key, parent.data(), KEY);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        step(static_cast<const uint8_t *>(secret.data()), key, view.data() + i * block_bytes,
+             static_cast<size_t>(block_bytes));
+        PyList_SET_ITEM(keys.ptr(), i, nb::bytes(key, KEY).release().ptr());
     }
     return keys;
 }
 
-PyObject *chain(PyObject *, PyObject *args) {
-    const char *secret, *parent;
-    Py_ssize_t secret_size, parent_size, block_size;
-    Py_buffer tokens;
-    if (!PyArg_ParseTuple(args, "y#y#y*n", &secret, &secret_size, &parent, &parent_size, &tokens,
-                          &block_size))
-        return nullptr;
-    PyObject *keys = nullptr;
-    if (!accelerated())
-        PyErr_SetString(PyExc_RuntimeError, "this processor has no SHA instructions");
-    else if (secret_size != SECRET || parent_size != KEY || block_size < 1)
-        PyErr_SetString(PyExc_ValueError, "a secret of 32, a parent of 16 and blocks of > 0 bytes");
-    else
-        keys = chain_into_list(reinterpret_cast<const uint8_t *>(secret),
-                               reinterpret_cast<const uint8_t *>(parent), tokens, block_size);
-    PyBuffer_Release(&tokens);
-    return keys;
-}
-
-PyMethodDef methods[] = {{"chain", chain, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
-
-int add_constants(PyObject *module) {
-    return PyModule_AddObjectRef(module, "accelerated", accelerated() ? Py_True : Py_False);
-}
-
-PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)add_constants}, {0, nullptr}};
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "hashing", nullptr, 0, methods,
-                      slots,                 nullptr,   nullptr, nullptr};
-
 }  // namespace
 
-PyMODINIT_FUNC PyInit_hashing() { return PyModuleDef_Init(&module); }
+void bind_hashing(nb::module_ &module) {
+    module.attr("accelerated") = accelerated();
+    module.def("chain", chain);
+}

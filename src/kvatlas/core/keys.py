@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvatlas.core import hashing
+from kvatlas.core import native
 
 KEY_BYTES = 16
 SECRET_BYTES = 32
@@ -93,8 +93,8 @@ class Keyring:
         ``extras[i]``, where not empty, is mixed into block i's key. A last partial block has none.
         """
         size = block_tokens * 4
-        if hashing.accelerated and not extras:
-            return hashing.chain(self._secret, parent, tokens, size)
+        if native.accelerated and not extras:
+            return native.chain(self._secret, parent, tokens, size)
         start_hash = self._keyed.copy  # cheaper than a new hash and a joined copy of the block
         view = memoryview(tokens).cast("B")
         keys: list[bytes] = []

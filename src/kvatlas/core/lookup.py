@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from kvatlas.core.lanes import Pool
+from kvatlas.core.native import KeyTable
 from kvatlas.core.records import Publisher, Resume, Tier
 from kvatlas.core.steps import Steps, bits, by_publisher, members, shorter, stairs, union
-from kvatlas.core.tables import KeyTable
 
 _LOWER_TIERS = (Tier.DRAM, Tier.DISK, Tier.OBJECT, Tier.PEER)
 _MISSING_MAX = 8  # positions of which is told what they lack

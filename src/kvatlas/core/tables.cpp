@@ -1,18 +1,19 @@
-// Two compact hash tables for the directory, see tables.pyi.
+// Two compact hash tables for the directory, see _native.pyi.
 //
 // A dict spends about 150 bytes on one 16-byte key and three cache misses on one lookup; the
 // directory holds millions and looks up a hundred at a time. Here an entry is 24 bytes in one
 // flat array: open addressing with linear probing, and deletion by shifting back, so that
 // churn leaves no tombstones behind. The array grows by half at 80 % load and shrinks below 20 %.
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include <nanobind/nanobind.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <initializer_list>
+#include <memory>
 #include <new>
+#include <utility>
+
+namespace nb = nanobind;
 
 namespace {
 
@@ -32,21 +33,20 @@ uint64_t mix(uint64_t x) {
 uint64_t hash_of(const Key &key) { return mix(key.a ^ mix(key.b)); }
 uint64_t hash_of(uint64_t name) { return mix(name); }
 
-bool is_empty(PyObject *value) { return value == nullptr; }
+bool is_empty(const nb::object &value) { return !value.is_valid(); }
 bool is_empty(const Key &value) { return value.a == 0 && value.b == 0; }
 
 template <class K, class V> class Table {
   public:
-    ~Table() { std::free(slots_); }
-
     size_t size() const { return size_; }
     size_t slots() const { return capacity_; }
-    size_t bytes() const { return capacity_ * sizeof(Slot); }
+    size_t bytes() const { return sizeof *this + capacity_ * sizeof(Slot); }
     void prefetch(const K &key) const {
-        if (capacity_) __builtin_prefetch(slots_ + home(key));
+        if (size_) __builtin_prefetch(&slots_[home(key)]);
     }
 
-    V *find(const K &key) const {
+    // The value of a key, until the table changes; nullptr when the key is not there.
+    V *find(const K &key) {
         if (!size_) return nullptr;
         for (size_t i = home(key);; i = next(i)) {
             if (is_empty(slots_[i].value)) return nullptr;
@@ -54,28 +54,28 @@ template <class K, class V> class Table {
         }
     }
 
-    // A place for a key that is not there yet; false when memory is out.
-    bool insert(const K &key, const V &value) {
-        if (size_ + 1 > capacity_ - capacity_ / 5 && !resize(capacity_ + capacity_ / 2 + 8))
-            return false;
-        place(key, value);
+    // For a key that is not there yet; std::bad_alloc leaves the table as it was.
+    void insert(const K &key, V &&value) {
+        if (size_ + 1 > capacity_ - capacity_ / 5) resize(capacity_ + capacity_ / 2 + 8);
+        place(key, std::move(value));
         size_++;
-        return true;
     }
 
-    void erase(const K &key) {
-        size_t hole = home(key);
-        while (!(slots_[hole].key == key)) hole = next(hole);
+    // Takes out what `find` has found.
+    V take(V *found) {
+        V value = std::exchange(*found, V{});
+        size_t hole = slot_of(found);
         for (size_t i = next(hole); !is_empty(slots_[i].value); i = next(i)) {
             // An entry may move into the hole unless its home lies after it.
             if (distance(home(slots_[i].key), i) >= distance(hole, i)) {
-                slots_[hole] = slots_[i];
+                slots_[hole].key = slots_[i].key;
+                slots_[hole].value = std::exchange(slots_[i].value, V{});
                 hole = i;
             }
         }
-        slots_[hole].value = V{};
         size_--;
-        if (capacity_ > 64 && size_ < capacity_ / 5) resize(capacity_ / 2);  // may fail: no harm
+        if (capacity_ > 64 && size_ < capacity_ / 5) try_to_shrink();
+        return value;
     }
 
     template <class Visit> void each(size_t from, size_t to, Visit visit) const {
@@ -90,280 +90,238 @@ template <class K, class V> class Table {
     };
 
     size_t home(const K &key) const {
-        return (size_t)(((unsigned __int128)hash_of(key) * capacity_) >> 64);
+        return static_cast<size_t>((static_cast<unsigned __int128>(hash_of(key)) * capacity_) >> 64);
     }
     size_t next(size_t i) const { return i + 1 == capacity_ ? 0 : i + 1; }
     size_t distance(size_t from, size_t to) const {
         return to >= from ? to - from : to + capacity_ - from;
     }
+    size_t slot_of(const V *value) const {
+        const auto offset = reinterpret_cast<const char *>(value) -
+                            reinterpret_cast<const char *>(slots_.get());
+        return static_cast<size_t>(offset) / sizeof(Slot);
+    }
 
-    void place(const K &key, const V &value) {
+    void place(const K &key, V &&value) {
         size_t i = home(key);
         while (!is_empty(slots_[i].value)) i = next(i);
-        slots_[i] = Slot{key, value};
+        slots_[i].key = key;
+        slots_[i].value = std::move(value);
     }
 
-    bool resize(size_t capacity) {
-        Slot *slots = static_cast<Slot *>(std::calloc(capacity, sizeof(Slot)));
-        if (!slots) return false;
-        Slot *old = slots_;
-        size_t count = capacity_;
-        slots_ = slots;
-        capacity_ = capacity;
-        for (size_t i = 0; i < count; i++)
-            if (!is_empty(old[i].value)) place(old[i].key, old[i].value);
-        std::free(old);
-        return true;
+    void try_to_shrink() noexcept {
+        try {
+            resize(capacity_ / 2);
+        } catch (const std::bad_alloc &) {  // it stays large until the next time
+        }
     }
 
-    Slot *slots_ = nullptr;
+    void resize(size_t capacity) {
+        auto old = std::make_unique<Slot[]>(capacity);
+        slots_.swap(old);
+        std::swap(capacity_, capacity);
+        for (Slot *slot = old.get(); slot < old.get() + capacity; slot++)
+            if (!is_empty(slot->value)) place(slot->key, std::move(slot->value));
+    }
+
+    std::unique_ptr<Slot[]> slots_;
     size_t capacity_ = 0, size_ = 0;
 };
 
-bool read_key(PyObject *object, Key *key) {
-    if (!PyBytes_Check(object) || PyBytes_GET_SIZE(object) != sizeof(Key)) {
-        PyErr_Format(PyExc_TypeError, "a block key is 16 bytes, not %R", object);
-        return false;
+[[noreturn]] void raise(PyObject *type, const char *message) {
+    PyErr_SetString(type, message);
+    throw nb::python_error();
+}
+
+[[noreturn]] void raise_key_error(nb::handle key) {
+    PyErr_SetObject(PyExc_KeyError, key.ptr());
+    throw nb::python_error();
+}
+
+Key key_of(nb::handle object) {
+    if (!PyBytes_Check(object.ptr()) || PyBytes_GET_SIZE(object.ptr()) != sizeof(Key)) {
+        PyErr_Format(PyExc_TypeError, "a block key is 16 bytes, not %R", object.ptr());
+        throw nb::python_error();
     }
-    std::memcpy(key, PyBytes_AS_STRING(object), sizeof(Key));
-    return true;
+    Key key;
+    std::memcpy(&key, PyBytes_AS_STRING(object.ptr()), sizeof key);
+    return key;
 }
 
-bool read_name(PyObject *object, uint64_t *name) {
-    *name = PyLong_AsUnsignedLongLongMask(object);
-    return *name != (uint64_t)-1 || !PyErr_Occurred();
+uint64_t name_of(nb::handle object) {
+    const uint64_t name = PyLong_AsUnsignedLongLongMask(object.ptr());
+    if (name == static_cast<uint64_t>(-1) && PyErr_Occurred()) throw nb::python_error();
+    return name;
 }
 
-template <class T> struct Object {
-    PyObject_HEAD
-    T table;
+struct KeyTable : Table<Key, nb::object> {
+    nb::handle get(nb::handle key, nb::handle otherwise) {
+        const nb::object *held = find(key_of(key));
+        return held ? nb::handle(*held) : otherwise;
+    }
+
+    void set(nb::handle object, nb::handle value) {
+        const Key key = key_of(object);
+        if (!PyLong_Check(value.ptr())) raise(PyExc_TypeError, "a KeyTable holds integers");
+        nb::object taken = nb::borrow(value);
+        if (nb::object *held = find(key))
+            std::swap(*held, taken);  // the old value goes last: that may run anybody's code
+        else
+            insert(key, std::move(taken));
+    }
+
+    void remove(nb::handle key) {
+        nb::object *held = find(key_of(key));
+        if (!held) raise_key_error(key);
+        take(held);
+    }
+
+    nb::list runs(nb::handle sequence) {
+        const nb::object keys =
+            nb::steal(PySequence_Fast(sequence.ptr(), "runs() takes a sequence of block keys"));
+        if (!keys) throw nb::python_error();
+        PyObject **items = PySequence_Fast_ITEMS(keys.ptr());
+        Py_ssize_t count = PySequence_Fast_GET_SIZE(keys.ptr());
+        constexpr Py_ssize_t ahead = 16;  // their cache misses overlap
+        for (Py_ssize_t i = 0; i < count && i < ahead; i++) prefetch(key_of(items[i]));
+        const nb::object zero = nb::int_(0);
+        nb::handle last;
+        nb::list runs;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            if (i + ahead < count) prefetch(key_of(items[i + ahead]));
+            const nb::object *held = find(key_of(items[i]));
+            const nb::handle value = held ? *held : zero;
+            if (!value.is(last)) {
+                runs.append(nb::make_tuple(i, value));
+                // That may collect garbage, and so run code that changes the caller's list.
+                items = PySequence_Fast_ITEMS(keys.ptr());
+                count = PySequence_Fast_GET_SIZE(keys.ptr());
+            }
+            if (!held) break;
+            last = value;
+        }
+        return runs;
+    }
 };
-using Keys = Object<Table<Key, PyObject *>>;
-using Names = Object<Table<uint64_t, Key>>;
 
-template <class T> PyObject *make(PyTypeObject *type, PyObject *, PyObject *) {
-    PyObject *self = type->tp_alloc(type, 0);
-    if (self) new (&reinterpret_cast<T *>(self)->table) decltype(T::table)();
-    return self;
+struct NameTable : Table<uint64_t, Key> {
+    static nb::bytes object_of(const Key &key) { return nb::bytes(&key, sizeof key); }
+
+    nb::object get(nb::handle name) {
+        const Key *key = find(name_of(name));
+        return key ? nb::object(object_of(*key)) : nb::none();
+    }
+
+    bool contains(nb::handle name) { return find(name_of(name)); }
+
+    void set(nb::handle object, nb::handle value) {
+        const uint64_t name = name_of(object);
+        Key key = key_of(value);
+        if (is_empty(key)) raise(PyExc_ValueError, "a block key of zeros means none");
+        if (Key *held = find(name))
+            *held = key;
+        else
+            insert(name, std::move(key));
+    }
+
+    void remove(nb::handle name) {
+        Key *held = find(name_of(name));
+        if (!held) raise_key_error(name);
+        take(held);
+    }
+
+    nb::list values(Py_ssize_t start, Py_ssize_t end) const {
+        if (start < 0 || end < start)
+            raise(PyExc_ValueError, "values(start, end) takes 0 <= start <= end");
+        nb::list keys;
+        each(static_cast<size_t>(start), static_cast<size_t>(end),
+             [&](const Key &key) { keys.append(object_of(key)); });
+        return keys;
+    }
+};
+
+// -- the hot part of the binding -------------------------------------------------------------
+
+// Entries are read and written one by one, millions of times, and nanobind's choice among
+// overloads would double the time of each. So these few go from the type's own slots to the table.
+
+template <class T> T &table_of(PyObject *self) {
+    if (!nb::inst_ready(self)) raise(PyExc_TypeError, "this table was never initialised");
+    return *nb::inst_ptr<T>(self);
 }
 
-template <class T> void destroy(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    using Held = decltype(T::table);
-    reinterpret_cast<T *>(self)->table.~Held();
-    type->tp_free(self);
-    Py_DECREF(type);
+// What `call` answers; where it throws, Python gets the exception and the slot says `failed`.
+template <class Answer, class Call> Answer answer(Answer failed, Call call) noexcept {
+    try {
+        return call();
+    } catch (nb::python_error &error) {
+        error.restore();
+    } catch (const std::bad_alloc &) {
+        PyErr_NoMemory();
+    }
+    return failed;
+}
+
+template <class T> int assign(PyObject *self, PyObject *key, PyObject *value) {
+    return answer(-1, [&] {
+        T &table = table_of<T>(self);
+        value ? table.set(key, value) : table.remove(key);
+        return 0;
+    });
 }
 
 template <class T> Py_ssize_t length(PyObject *self) {
-    return (Py_ssize_t) reinterpret_cast<T *>(self)->table.size();
+    return answer<Py_ssize_t>(-1, [&] { return table_of<T>(self).size(); });
 }
 
-template <class T> PyObject *size_of(PyObject *self, PyObject *) {
-    return PyLong_FromSize_t(sizeof(T) + reinterpret_cast<T *>(self)->table.bytes());
+int contains_name(PyObject *self, PyObject *name) {
+    return answer(-1, [&] { return int{table_of<NameTable>(self).contains(name)}; });
 }
 
-// -- KeyTable --------------------------------------------------------------------------------
-
-Table<Key, PyObject *> &keys(PyObject *self) { return reinterpret_cast<Keys *>(self)->table; }
-
-void keys_destroy(PyObject *self) {
-    keys(self).each(0, SIZE_MAX, [](PyObject *value) { Py_DECREF(value); });
-    destroy<Keys>(self);
-}
-
-PyObject *keys_get(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    Key key;
-    if (count != 2) {
-        PyErr_SetString(PyExc_TypeError, "get(key, default)");
-        return nullptr;
-    }
-    if (!read_key(args[0], &key)) return nullptr;
-    PyObject **value = keys(self).find(key);
-    return Py_NewRef(value ? *value : args[1]);
-}
-
-int keys_assign(PyObject *self, PyObject *object, PyObject *value) {
-    Key key;
-    if (!read_key(object, &key)) return -1;
-    if (value && !PyLong_Check(value)) {
-        PyErr_SetString(PyExc_TypeError, "a KeyTable holds integers");
-        return -1;
-    }
-    PyObject **held = keys(self).find(key);
-    if (held) {
-        PyObject *old = *held;
-        if (value)
-            *held = Py_NewRef(value);
-        else
-            keys(self).erase(key);
-        Py_DECREF(old);
-    } else if (!value) {
-        PyErr_SetObject(PyExc_KeyError, object);
-        return -1;
-    } else if (keys(self).insert(key, value)) {
-        Py_INCREF(value);
-    } else {
-        PyErr_NoMemory();
-        return -1;
-    }
-    return 0;
-}
-
-PyObject *keys_runs(PyObject *self, PyObject *sequence) {
-    PyObject *fast = PySequence_Fast(sequence, "runs() takes a sequence of block keys");
-    if (!fast) return nullptr;
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(fast);
-    PyObject **items = PySequence_Fast_ITEMS(fast);
-    PyObject *runs = PyList_New(0), *zero = PyLong_FromLong(0), *last = nullptr;
-    bool ok = runs && zero;
-    constexpr Py_ssize_t ahead = 16;  // their cache misses overlap
-    Key key;
-    for (Py_ssize_t i = 0; ok && i < count && i < ahead; i++)
-        if ((ok = read_key(items[i], &key))) keys(self).prefetch(key);
-    for (Py_ssize_t i = 0; ok && i < count; i++) {
-        if (i + ahead < count) {
-            if (!(ok = read_key(items[i + ahead], &key))) break;
-            keys(self).prefetch(key);
-        }
-        read_key(items[i], &key);
-        PyObject **held = keys(self).find(key), *value = held ? *held : zero;
-        if (value == last) continue;
-        last = value;
-        PyObject *run = Py_BuildValue("(nO)", i, value);
-        ok = run && PyList_Append(runs, run) == 0;
-        Py_XDECREF(run);
-        if (!held) break;
-    }
-    Py_XDECREF(zero);
-    Py_DECREF(fast);
-    if (!ok) Py_CLEAR(runs);
-    return runs;
-}
-
-// -- NameTable -------------------------------------------------------------------------------
-
-Table<uint64_t, Key> &names(PyObject *self) { return reinterpret_cast<Names *>(self)->table; }
-
-PyObject *key_object(const Key &key) {
-    return PyBytes_FromStringAndSize(reinterpret_cast<const char *>(&key), sizeof key);
-}
-
-PyObject *names_get(PyObject *self, PyObject *object) {
-    uint64_t name;
-    if (!read_name(object, &name)) return nullptr;
-    Key *key = names(self).find(name);
-    if (!key) Py_RETURN_NONE;
-    return key_object(*key);
-}
-
-int names_contains(PyObject *self, PyObject *object) {
-    uint64_t name;
-    if (!read_name(object, &name)) return -1;
-    return names(self).find(name) != nullptr;
-}
-
-int names_assign(PyObject *self, PyObject *object, PyObject *value) {
-    uint64_t name;
-    Key key;
-    if (!read_name(object, &name)) return -1;
-    Key *held = names(self).find(name);
-    if (!value) {
-        if (held) {
-            names(self).erase(name);
-            return 0;
-        }
-        PyErr_SetObject(PyExc_KeyError, object);
-        return -1;
-    }
-    if (!read_key(value, &key)) return -1;
-    if (is_empty(key)) {
-        PyErr_SetString(PyExc_ValueError, "a block key of zeros means none");
-        return -1;
-    }
-    if (held)
-        *held = key;
-    else if (!names(self).insert(name, key)) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    return 0;
-}
-
-PyObject *names_slots_count(PyObject *self, PyObject *) {
-    return PyLong_FromSize_t(names(self).slots());
-}
-
-PyObject *names_values(PyObject *self, PyObject *args) {
-    Py_ssize_t from, to;
-    if (!PyArg_ParseTuple(args, "nn", &from, &to)) return nullptr;
-    if (from < 0 || to < from) {
-        PyErr_SetString(PyExc_ValueError, "values(start, end) takes 0 <= start <= end");
-        return nullptr;
-    }
-    PyObject *list = PyList_New(0);
-    bool ok = list != nullptr;
-    names(self).each((size_t)from, (size_t)to, [&](const Key &key) {
-        PyObject *object = ok ? key_object(key) : nullptr;
-        ok = object && PyList_Append(list, object) == 0;
-        Py_XDECREF(object);
+PyObject *get_key(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    return answer<PyObject *>(nullptr, [&] {
+        if (count != 2) raise(PyExc_TypeError, "get(key, default)");
+        return table_of<KeyTable>(self).get(args[0], args[1]).inc_ref().ptr();
     });
-    if (!ok) Py_CLEAR(list);
-    return list;
 }
 
-// -- the module ------------------------------------------------------------------------------
-
-PyMethodDef keys_methods[] = {
-    {"get", (PyCFunction)(void (*)(void))keys_get, METH_FASTCALL, nullptr},
-    {"runs", keys_runs, METH_O, nullptr},
-    {"__sizeof__", size_of<Keys>, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr},
-};
-PyType_Slot keys_slots[] = {
-    {Py_tp_new, (void *)make<Keys>},
-    {Py_tp_dealloc, (void *)keys_destroy},
-    {Py_tp_methods, keys_methods},
-    {Py_mp_length, (void *)length<Keys>},
-    {Py_mp_ass_subscript, (void *)keys_assign},
-    {0, nullptr},
-};
-PyType_Spec keys_spec = {"kvatlas.core.tables.KeyTable", sizeof(Keys), 0, Py_TPFLAGS_DEFAULT,
-                         keys_slots};
-
-PyMethodDef names_methods[] = {
-    {"get", names_get, METH_O, nullptr},
-    {"slots", names_slots_count, METH_NOARGS, nullptr},
-    {"values", names_values, METH_VARARGS, nullptr},
-    {"__sizeof__", size_of<Names>, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr},
-};
-PyType_Slot names_slots[] = {
-    {Py_tp_new, (void *)make<Names>},
-    {Py_tp_dealloc, (void *)destroy<Names>},
-    {Py_tp_methods, names_methods},
-    {Py_mp_length, (void *)length<Names>},
-    {Py_mp_ass_subscript, (void *)names_assign},
-    {Py_sq_contains, (void *)names_contains},
-    {0, nullptr},
-};
-PyType_Spec names_spec = {"kvatlas.core.tables.NameTable", sizeof(Names), 0, Py_TPFLAGS_DEFAULT,
-                          names_slots};
-
-int add_types(PyObject *module) {
-    for (PyType_Spec *spec : {&keys_spec, &names_spec}) {
-        PyObject *type = PyType_FromModuleAndSpec(module, spec, nullptr);
-        int status = type ? PyModule_AddType(module, (PyTypeObject *)type) : -1;
-        Py_XDECREF(type);
-        if (status) return -1;
-    }
-    return 0;
+PyObject *get_name(PyObject *self, PyObject *name) {
+    return answer<PyObject *>(
+        nullptr, [&] { return table_of<NameTable>(self).get(name).release().ptr(); });
 }
 
-PyModuleDef_Slot module_slots[] = {{Py_mod_exec, (void *)add_types}, {0, nullptr}};
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "tables", nullptr, 0, nullptr,
-                      module_slots,          nullptr,  nullptr, nullptr};
+template <class Function> void *slot(Function *function) {
+    return reinterpret_cast<void *>(function);
+}
+
+PyMethodDef key_methods[] = {{"get", reinterpret_cast<PyCFunction>(slot(get_key)), METH_FASTCALL},
+                             {}};
+PyType_Slot key_slots[] = {
+    {Py_tp_methods, key_methods},
+    {Py_mp_ass_subscript, slot(assign<KeyTable>)},
+    {Py_mp_length, slot(length<KeyTable>)},
+    {},
+};
+
+PyMethodDef name_methods[] = {{"get", get_name, METH_O}, {}};
+PyType_Slot name_slots[] = {
+    {Py_tp_methods, name_methods},
+    {Py_mp_ass_subscript, slot(assign<NameTable>)},
+    {Py_mp_length, slot(length<NameTable>)},
+    {Py_sq_contains, slot(contains_name)},
+    {},
+};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_tables() { return PyModuleDef_Init(&module); }
+void bind_tables(nb::module_ &module) {
+    nb::class_<KeyTable>(module, "KeyTable", nb::is_final(), nb::type_slots(key_slots))
+        .def(nb::init<>())
+        .def("runs", &KeyTable::runs)
+        .def("__sizeof__", &KeyTable::bytes);
+    nb::class_<NameTable>(module, "NameTable", nb::is_final(), nb::type_slots(name_slots))
+        .def(nb::init<>())
+        .def("slots", &NameTable::slots)
+        .def("values", &NameTable::values)
+        .def("__sizeof__", &NameTable::bytes);
+}

@@ -1,9 +1,22 @@
-"""Compact hash tables for the directory: 24 bytes an entry, flat under churn (tables.cpp)."""
+"""The compiled part of core: the hash chain (hashing.cpp) and two hash tables (tables.cpp)."""
 
 from collections.abc import Sequence
+from typing import final
 
+from typing_extensions import Buffer
+
+accelerated: bool  # this processor has what `chain` needs
+
+def chain(secret: bytes, parent: bytes, tokens: Buffer, block_bytes: int, /) -> list[bytes]:
+    """key = SHA-256(secret + key + block)[:16] for each full block, from ``parent`` on.
+
+    ``secret`` is 32 bytes, ``parent`` 16. ValueError for other sizes; RuntimeError where not
+    ``accelerated``.
+    """
+
+@final
 class KeyTable:
-    """16-byte block keys → holder sets, as the bits of an integer.
+    """16-byte block keys → holder sets, as the bits of an integer; 24 bytes an entry.
 
     TypeError for keys that are not 16 bytes; KeyError when a key to delete is not there.
     """
@@ -20,8 +33,12 @@ class KeyTable:
     def __len__(self) -> int: ...
     def __sizeof__(self) -> int: ...
 
+@final
 class NameTable:
-    """An engine's own block hashes (modulo 2**64) → 16-byte block keys, which are not zero."""
+    """An engine's own block hashes (modulo 2**64) → 16-byte block keys, which are not zero.
+
+    24 bytes an entry. ValueError for a key of zeros; KeyError when a name to delete is not there.
+    """
 
     def get(self, name: int, /) -> bytes | None: ...
     def slots(self) -> int:
