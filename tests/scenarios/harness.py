@@ -152,7 +152,11 @@ class Product:
         metrics = GatewayMetrics()
         metrics.registry.register(ClusterMetrics(self.assembly))
         self.gateway = Gateway(
-            settings, self.assembly.steering, metrics=metrics, pages=self.assembly.pages()
+            settings,
+            self.assembly.steering,
+            metrics=metrics,
+            pages=self.assembly.pages(),
+            questions=self.assembly.questions(),
         )
         await self.gateway.start()
         self.port = self.gateway.port

@@ -18,7 +18,7 @@ from kvatlas.config import Config, load
 from kvatlas.errors import ConfigError
 from kvatlas.service.assembly import Assembly
 from kvatlas.service.cluster_metrics import ClusterMetrics
-from kvatlas.service.gateway import Gateway, Page
+from kvatlas.service.gateway import Gateway, Page, Question
 from kvatlas.service.http_client import origin_of
 from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.steer import Steer
@@ -66,7 +66,13 @@ async def _serve(path: Path, config: Config) -> int:
     metrics = GatewayMetrics()
     metrics.registry.register(ClusterMetrics(assembly))
     try:
-        return await serve(config, assembly.steering, metrics=metrics, pages=assembly.pages())
+        return await serve(
+            config,
+            assembly.steering,
+            metrics=metrics,
+            pages=assembly.pages(),
+            questions=assembly.questions(),
+        )
     finally:
         reloading.cancel()
         await asyncio.gather(reloading, return_exceptions=True)
@@ -105,9 +111,10 @@ async def serve(
     *,
     metrics: GatewayMetrics | None = None,
     pages: Mapping[str, Page] | None = None,
+    questions: Mapping[str, Question] | None = None,
 ) -> int:
     """Runs the gateway until SIGTERM or SIGINT, then drains it. Returns the exit status."""
-    gateway = Gateway(config.gateway, steer, metrics=metrics, pages=pages)
+    gateway = Gateway(config.gateway, steer, metrics=metrics, pages=pages, questions=questions)
     try:
         await gateway.start()
     except OSError as error:

@@ -46,6 +46,7 @@ class _Slot:
         self.bit = bit
         self.pool = pool
         self.holders = 0
+        self.counts = [[0] * len(Tier) for _ in pool.lanes]  # the same by lane and tier
         self.muted = False  # for the rest of this life
         self.doubted = False  # until it has caught up
         self.claims: Claims
@@ -119,6 +120,17 @@ class Directory:
         """How many block-holders this publisher accounts for."""
         slot = self._slots.get(publisher)
         return slot.holders if slot else 0
+
+    def held(self, publisher: Publisher) -> dict[str, dict[Tier, int]]:
+        """Complete grid blocks by group (copies added up) and tier, without zeros."""
+        slot = self._slots.get(publisher)
+        found: dict[str, dict[Tier, int]] = {}
+        for lane, counts in zip(slot.pool.lanes, slot.counts, strict=True) if slot else ():
+            tiers = found.setdefault(lane.group.name, {})
+            for tier, count in zip(Tier, counts, strict=True):
+                if count:
+                    tiers[tier] = tiers.get(tier, 0) + count
+        return {group: tiers for group, tiers in found.items() if tiers}
 
     def _new_life(self, publisher: Publisher, pool: Pool) -> None:
         if self._free_bits:
@@ -223,6 +235,7 @@ class Directory:
             return False
         self._store(book, key, mask | slot.bit)
         slot.holders += 1
+        slot.counts[lane][tier] += 1
         self.holders += 1
         if tier is not Tier.HBM:
             slot.pool.lower |= slot.bit
@@ -238,6 +251,7 @@ class Directory:
             return False
         self._store(book, key, mask & ~slot.bit)
         slot.holders -= 1
+        slot.counts[lane][tier] -= 1
         self.holders -= 1
         return True
 

@@ -198,16 +198,37 @@ class Layout(msgspec.Struct, frozen=True):
             return 0
         return round(self.page_bytes_per_token() * tokens) + self._window_bytes(tokens)
 
+    def resume_parts(self, tokens: int) -> dict[str, int]:
+        """`resume_bytes` by component, those that are optional included."""
+        if tokens <= 0:
+            return {c.name: 0 for c in self.components}
+        return {
+            c.name: round(c.stored_block_bytes * tokens / c.block_tokens)
+            if c.rule is Rule.CHAIN
+            else _fitting_blocks(c, tokens) * c.stored_block_bytes
+            for c in self.components
+        }
+
+    def group_bytes(self, name: str) -> int:
+        """Stored bytes of what one grid block stands for in one copy of a group."""
+        (group,) = [g for g in self.groups if g.name == name]
+        units = group.units(self.grid_tokens)
+        parts = [c for c in self.components if c.group == name]
+        return sum(units * c.stored_block_bytes for c in parts) // group.copies
+
     def _window_bytes(self, tokens: int | None) -> int:
         """Stored bytes of all windows that end at ``tokens``; None: far from the beginning."""
         total = 0
         for c in self.components:
             if c.rule is Rule.WINDOW:
-                blocks = _window_blocks(c.window_tokens, c.block_tokens)
-                if tokens is not None:
-                    blocks = min(blocks, -(-tokens // c.block_tokens))
-                total += blocks * c.stored_block_bytes
+                total += _fitting_blocks(c, tokens) * c.stored_block_bytes
         return total
+
+
+def _fitting_blocks(part: Component, tokens: int | None) -> int:
+    """Blocks of a window that ends at ``tokens``: no more than there are before it."""
+    blocks = _window_blocks(part.window_tokens, part.block_tokens)
+    return blocks if tokens is None else min(blocks, -(-tokens // part.block_tokens))
 
 
 def drafted(layout: Layout) -> Layout:

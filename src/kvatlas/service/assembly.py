@@ -27,7 +27,9 @@ from kvatlas.service.decision_log import DecisionLog, explain
 from kvatlas.service.engines import TIMING, Engines, Timing, Worker
 from kvatlas.service.feed import Feed
 from kvatlas.service.http_client import HttpClient
+from kvatlas.service.inspection import Inspector, sizes
 from kvatlas.service.probe import Description
+from kvatlas.service.steer import Inbound
 from kvatlas.service.steering import Problems, Rank, Steering
 from kvatlas.service.tokens import Tokenizer
 from kvatlas.service.verify import Endpoint
@@ -79,6 +81,7 @@ class Assembly:
         )
         self.steering.health_parts.append(self._problems)
         self.steering.health_notes.append(self._notes)
+        self.inspector = Inspector(self.steering, self.directory)
         self.layout_errors: dict[str, str] = {}
         self.members: dict[str, Member] = {}  # worker → what it computes with
         self.feed: Feed
@@ -246,6 +249,10 @@ class Assembly:
             "/kvatlas/directory": self.page_directory,
         }
 
+    def questions(self) -> dict[str, Callable[[Inbound], Awaitable[object]]]:
+        """The gateway's POST paths beside the API."""
+        return {"/kvatlas/inspect": self.inspector.inspect}
+
     async def page_explain(self, request_id: str) -> object:
         """GET /kvatlas/explain/<request-id>, or "last"."""
         entry = self.log.last() if request_id == "last" else self.log.get(request_id)
@@ -304,6 +311,7 @@ class Assembly:
             "publishers": {
                 str(p): self.directory.holders_of(p) for p in self.directory.publishers()
             },
+            "held": sizes(self.directory),
             "muted": [str(p) for p in self.directory.muted()],
             "decisions": self.steering.decisions,
             "fallbacks": dict(self.steering.fallbacks),

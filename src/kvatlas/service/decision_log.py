@@ -17,11 +17,13 @@ from kvatlas.service.steer import Outcome
 
 
 class Entry(msgspec.Struct):
-    """One request from decision to end. ``reasons`` say per plan why it lost."""
+    """One request from decision to end. ``confidence``: of engines that do not announce all that
+    a resume needs, by worker, the share of what their events promised that was counted on."""
 
     decision: Decision
     outcome: Outcome | None = None
     tried: list[str] = msgspec.field(default_factory=list)
+    confidence: dict[str, float] = {}
 
 
 class DecisionLog:
@@ -38,9 +40,9 @@ class DecisionLog:
             except OSError as error:
                 raise ConfigError(f"router.decision_log: {path}: {error.strerror}") from error
 
-    def decided(self, decision: Decision) -> Entry:
+    def decided(self, decision: Decision, confidence: dict[str, float] | None = None) -> Entry:
         """Keep a decision; the oldest one goes when there are too many."""
-        entry = self._entries[decision.id] = Entry(decision)
+        entry = self._entries[decision.id] = Entry(decision, confidence=confidence or {})
         if len(self._entries) > self._entries_max:
             self._entries.popitem(last=False)
         return entry
@@ -87,6 +89,12 @@ def explain(entry: Entry) -> str:
             f" resumes at {plan.expected_tokens}{_held(plan.resume_tokens, plan.expected_tokens)}"
             f"{_tiers(plan.tier_tokens)}, {plan.in_flight} in flight"
         )
+        share = entry.confidence.get(str(plan.publisher))
+        if share is not None:
+            lines.append(
+                f"      believed: its events do not tell of its windows; of what they promise it"
+                f" keeps {100 * share:.0f} %, and so much of it is counted"
+            )
         if best is not None and plan is not best:
             lines.append(f"      lost: {_reason(decision, plan, best)}")
     others = decision.considered - len(decision.plans)

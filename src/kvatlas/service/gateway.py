@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 #: A page of the service's own: gets what follows its path, returns text or anything JSON can hold.
 Page = Callable[[str], Awaitable[object]]
 
+#: A question to the service itself: gets a request as the API would, by POST; answers as a page.
+Question = Callable[[Inbound], Awaitable[object]]
+
 #: Endpoints by name. The first two report usage; all of them take a JSON object by POST.
 _USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
 _JSON_PATHS = (*_USAGE_PATHS, "/v1/embeddings", "/v1/responses", "/v1/messages")
@@ -45,7 +48,8 @@ _TEXT: tuple[bytes, bytes] = (b"content-type", b"text/plain; version=0.0.4; char
 
 
 class Gateway:
-    """Serves one address. ``pages`` are further GET paths; one that ends in "/" is a prefix."""
+    """Serves one address. ``pages`` are further GET paths; one that ends in "/" is a prefix.
+    ``questions`` are POST paths that take a JSON object."""
 
     def __init__(
         self,
@@ -54,9 +58,11 @@ class Gateway:
         *,
         metrics: GatewayMetrics | None = None,
         pages: Mapping[str, Page] | None = None,
+        questions: Mapping[str, Question] | None = None,
         limits: Limits | None = None,
     ) -> None:
         self.config = config
+        self._questions = dict(questions or {})
         self.metrics = metrics or GatewayMetrics()
         self._steer = steer
         self._client = HttpClient(
@@ -168,29 +174,37 @@ class Gateway:
         lower = path.lower()
         if "/.." in lower or "%2e" in lower:
             raise RequestError(f"{path!r} is no path of this API", status=404, code="not_found")
-        parsed: dict[str, object] = {}
         if path in _JSON_PATHS and request.method != "POST":
             raise _not_allowed(request.method, path)
-        if path in _JSON_PATHS or _is_json(request):
-            parsed = bodies.parse(request.body)
+        return self._asked(request, request_id, path, path in _JSON_PATHS or _is_json(request))
+
+    @staticmethod
+    def _asked(request: Request, request_id: str, path: str, parse: bool = True) -> Inbound:
+        body = bodies.parse(request.body) if parse else {}
         headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in request.headers}
-        return Inbound(id=request_id, path=path, body=parsed, headers=headers)
+        return Inbound(id=request_id, path=path, body=body, headers=headers)
 
     # everything else
 
     async def _answer_page(self, request: Request, reply: Reply, path: str) -> None:
-        page, rest = self._page(path)
         request_id = _request_id(request)
+        question = self._questions.get(path)
+        page, rest = self._page(path)
+        allowed = ("POST",) if question is not None else ("GET", "HEAD")
+        known = question is not None or page is not None
         try:
-            if request.method == "OPTIONS" and (page is not None or path == "*"):
-                reply.send(204, [(b"allow", b"GET, HEAD, OPTIONS")])
+            if request.method == "OPTIONS" and (known or path == "*"):
+                reply.send(204, [(b"allow", ", ".join((*allowed, "OPTIONS")).encode())])
                 return
-            if page is None:
+            if known and request.method not in allowed:
+                raise _not_allowed(request.method, path)
+            if question is not None:
+                answer = await question(self._asked(request, request_id, path))
+            elif page is not None:
+                answer = await page(rest)
+            else:
                 text = f"there is no {path!r} here; the API is under /v1/"
                 raise RequestError(text, status=404, code="not_found")
-            if request.method not in ("GET", "HEAD"):
-                raise _not_allowed(request.method, path)
-            answer = await page(rest)
         except RequestError as error:
             _refuse(reply, error, request_id)
             return

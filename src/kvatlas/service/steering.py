@@ -17,7 +17,7 @@ import msgspec
 from kvatlas.core.directory import Directory
 from kvatlas.core.keys import PUBLIC, Keyring, Scope
 from kvatlas.core.layout import Layout
-from kvatlas.core.records import Publisher
+from kvatlas.core.records import Publisher, Resume
 from kvatlas.core.router import Ask, Plan, Router
 from kvatlas.errors import RequestError
 from kvatlas.service.decision_log import DecisionLog, Entry
@@ -31,6 +31,7 @@ KEYED_PATHS = ("/v1/chat/completions", "/v1/completions")
 _GAP_REQUESTS_MIN = 20
 _GAP_SHARE_MAX = 0.5
 _GAP_DECAY = 0.95
+_BELIEF_TOKENS = 4096  # so many promised tokens weigh as much as the belief that all will be kept
 
 
 # problem → whom it concerns → why, for people
@@ -81,6 +82,14 @@ class HitGap:
         self.reported = self.reported * _GAP_DECAY + reported
         self.foreseen = self.foreseen * _GAP_DECAY + min(reported, max(expected, foreseen))
 
+    def confidence(self) -> float:
+        """Share of the promised tokens that the engine reuses; near 1 until enough were promised.
+
+        It stands in for events that an engine does not send: SGLang 0.5.23 announces its chain,
+        and not that a window was dropped, without which nothing can be resumed there.
+        """
+        return (self.kept + _BELIEF_TOKENS) / (self.expected + _BELIEF_TOKENS)
+
     @property
     def flag(self) -> str:
         """Why this engine is suspect, "" when it is not."""
@@ -115,6 +124,7 @@ class _Pending(msgspec.Struct):
     ask: Ask
     plans: dict[str, Plan]
     entry: Entry
+    promised: dict[Publisher, int]  # by events alone, where less was counted
 
 
 class Steering:
@@ -213,6 +223,7 @@ class Steering:
         prompt = await self._prompt(request)
         began = self._clock()
         ask = self._ask(request, ranks, prompt)
+        ask, promised = self._discounted(ask, ranks)
         decision = self._router.peek(ask, began, among=ranks)
         if ask.unkeyed:
             self.fallbacks[ask.unkeyed] += 1
@@ -223,7 +234,9 @@ class Steering:
             decision = msgspec.structs.replace(decision, id=route_id)
         targets = tuple(_target(ranks[plan.publisher], plan) for plan in decision.plans)
         plans = {str(plan.publisher): plan for plan in decision.plans}
-        self._pending[route_id] = _Pending(ask, plans, self._log.decided(decision))
+        shares = {str(p): self.gaps[p].confidence() for p in promised}
+        entry = self._log.decided(decision, shares)
+        self._pending[route_id] = _Pending(ask, plans, entry, promised)
         self.decisions += 1
         self.decision_s += self._clock() - began
         return Route(route_id, targets, ask.prompt_tokens, ask.unkeyed)
@@ -252,8 +265,8 @@ class Steering:
             cached = outcome.cached_tokens
             # An engine that announces nothing promises nothing: the feed has its own flag.
             if cached >= 0 and self._directory.holders_of(plan.publisher):
-                gap = self.gaps[plan.publisher]
-                gap.observe(plan.resume_tokens, cached, plan.expected_tokens)
+                promised = pending.promised.get(plan.publisher, plan.resume_tokens)
+                self.gaps[plan.publisher].observe(promised, cached, plan.expected_tokens)
             if outcome.ttft_s >= 0:
                 self.errors[plan.publisher].observe(plan.price.ttft_s, outcome.ttft_s)
         self._log.ended(pending.entry, outcome)
@@ -295,6 +308,22 @@ class Steering:
         self._faults[part] = f"request {request.id}: {type(error).__name__}: {error}"
         return f"{part}_failed"
 
+    async def looked_up(self, request: Inbound) -> tuple[Prompt, list[tuple[Rank, list[bytes]]]]:
+        """For inspection: the prompt, and per engine that serves its model the block keys that
+        it would be asked for (none where the prompt cannot be keyed). Raises as `choose`."""
+        ranks = self._serving(request.body.get("model"))
+        prompt = await self._prompt(request)
+        tokens = max((prompt.tokens, *prompt.others), key=len)
+        return prompt, [(rank, self._keys(rank, request, tokens)) for rank in ranks.values()]
+
+    def _keys(self, rank: Rank, request: Inbound, tokens: bytes) -> list[bytes]:
+        """Keys of the prompt's blocks that matter to this engine (`Layout.asked_blocks`)."""
+        model, grid = request.body.get("model"), rank.layout.grid_tokens
+        adapter = rank.models.get(model, "") if isinstance(model, str) else ""
+        root = self._keyring.root(rank.fingerprint, scope_of(request), adapter)
+        asked = rank.layout.asked_blocks(len(tokens) // 4)
+        return self._keyring.chain(root, memoryview(tokens)[: asked * grid * 4], grid)
+
     def _ask(self, request: Inbound, ranks: Mapping[Publisher, Rank], prompt: Prompt) -> Ask:
         reason = prompt.reason
         if not reason and not prompt.tokens:
@@ -313,23 +342,41 @@ class Steering:
         # A batch goes where its longest prompt can be resumed: it is sent as one request.
         tokens = max((prompt.tokens, *prompt.others), key=len)
         count = len(tokens) // 4
-        scope = scope_of(request)
-        model = request.body.get("model")
         keys: dict[bytes, list[bytes]] = {}
         resumes = []
         for rank in ranks.values():
             if rank.fingerprint in keys:
                 continue
-            adapter = rank.models.get(model, "") if isinstance(model, str) else ""
-            grid = rank.layout.grid_tokens
-            asked = rank.layout.asked_blocks(count)
-            root = self._keyring.root(rank.fingerprint, scope, adapter)
-            chain = self._keyring.chain(root, memoryview(tokens)[: asked * grid * 4], grid)
+            chain = self._keys(rank, request, tokens)
             resumes.extend(self._directory.peek(chain, rank.fingerprint))
-            keys[rank.fingerprint] = chain[: (count - 1) // grid]  # one token must be computed
+            # one token must be computed
+            keys[rank.fingerprint] = chain[: (count - 1) // rank.layout.grid_tokens]
         if len(keys) > 1:
             resumes.sort(key=lambda r: (-r.tokens, -r.chain_tokens, r.publisher))
         return Ask(request.id, count, keys, resumes)
+
+    def _discounted(
+        self, ask: Ask, ranks: Mapping[Publisher, Rank]
+    ) -> tuple[Ask, dict[Publisher, int]]:
+        """Promises of engines that do not announce their windows, times what they kept so far.
+
+        Also the tokens that were promised by events alone, per such engine.
+        """
+        promised = {
+            r.publisher: r.tokens
+            for r in ask.resumes
+            if r.tokens and r.publisher in ranks and not ranks[r.publisher].layout.announced()
+        }
+        if not promised:
+            return ask, promised
+        resumes = [self._believed(r) if r.publisher in promised else r for r in ask.resumes]
+        resumes.sort(key=lambda r: (-r.tokens, -r.chain_tokens, r.publisher))
+        return msgspec.structs.replace(ask, resumes=resumes), promised
+
+    def _believed(self, resume: Resume) -> Resume:
+        share = self.gaps[resume.publisher].confidence()
+        tiers = tuple(int(tokens * share) for tokens in resume.tier_tokens)
+        return msgspec.structs.replace(resume, tokens=sum(tiers), tier_tokens=tiers)
 
 
 def scope_of(request: Inbound) -> Scope:
