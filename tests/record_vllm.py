@@ -28,78 +28,13 @@ os.environ.update(
 
 SEED = 0
 STEP_TOKENS = 1024
-VOCABULARY = 4096
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 8192,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-HEADS = {
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
 CONFIGS = {
-    "gqa": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **COMMON, **HEADS},
-    "swa": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        **COMMON,
-        **HEADS,
-        "num_hidden_layers": 6,
-        "sliding_window": 100,
-        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
-        "query_pre_attn_scalar": 64,
-    },
-    "v4": {
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "model_type": "deepseek_v4",
-        **COMMON,
-        "moe_intermediate_size": 128,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 1,
-        "head_dim": 512,
-        "q_lora_rank": 128,
-        "qk_rope_head_dim": 64,
-        "o_groups": 2,
-        "o_lora_rank": 64,
-        "num_experts_per_tok": 6,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "rope_theta": 10000.0,
-        "compress_rope_theta": 160000.0,
-        "compress_ratios": [0, 4, 128, 4, 0],
-        "sliding_window": 128,
-        "hc_mult": 4,
-        "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-6,
-        "index_n_heads": 8,
-        "index_head_dim": 128,
-        "index_topk": 512,
-        "num_hash_layers": 1,
-        "num_nextn_predict_layers": 0,
-        "swiglu_limit": 10.0,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 16,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
-    },
+    name: json.loads(
+        (
+            Path(__file__).parents[1] / "src" / "kvatlas" / "validate" / "configs" / f"{name}.json"
+        ).read_text()
+    )
+    for name in ("gqa", "swa", "v4")
 }
 BLOCK_TOKENS = {"gqa": 32, "swa": 32, "v4": None}
 BLOCKS = {"gqa": 80, "swa": 140, "v4": 900}  # usable ones; small enough to force evictions

@@ -101,7 +101,9 @@ def prepare(venv: Path, model_dir: Path) -> None:
             print(f"{_STEP}5 of 5: {MODEL_NAME} from GGUF to safetensors", flush=True)
             model_dir.parent.mkdir(parents=True, exist_ok=True)
             script = Path(smollm2.__file__)
-            _call([_python(venv), str(script), str(model_dir)], "the model could not be converted")
+            _call(
+                [python_of(venv), str(script), str(model_dir)], "the model could not be converted"
+            )
 
 
 def progress(log: Path) -> str:
@@ -126,7 +128,7 @@ def progress(log: Path) -> str:
 def _install(venv: Path) -> None:
     print(f"{_STEP}1 of 5: virtual environment", flush=True)
     _call([sys.executable, "-m", "venv", str(venv)], "the virtual environment could not be made")
-    pip = [_python(venv), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    pip = [python_of(venv), "-m", "pip", "--disable-pip-version-check", "--no-input"]
     print(f"{_STEP}2 of 5: {VLLM}, {TORCH} and what they need", flush=True)
     _call(
         [*pip, "install", "--no-compile", TORCH, VLLM, "gguf", "accelerate"],
@@ -141,7 +143,8 @@ def _install(venv: Path) -> None:
         raise EngineError(f"{venv}: pip reported success, but not all pinned packages are there")
 
 
-def _python(venv: Path) -> str:
+def python_of(venv: Path) -> str:
+    """The interpreter of a virtual environment."""
     return str(venv.absolute() / "bin" / "python")
 
 
@@ -195,7 +198,7 @@ class VllmEngine(Child):
             "topic": "kv",
         }
         argv = [
-            *(_python(venv), "-m", "vllm.entrypoints.openai.api_server"),
+            *(python_of(venv), "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model_dir.absolute()), "--served-model-name", model_name),
             *("--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"),
             *("--max-model-len", str(context_tokens), "--block-size", str(block_tokens)),
@@ -205,7 +208,7 @@ class VllmEngine(Child):
             *args,
         ]
         super().__init__(
-            name, argv, log=log, url=f"http://127.0.0.1:{port}", env=_environment(env or {})
+            name, argv, log=log, url=f"http://127.0.0.1:{port}", env=environment(env or {})
         )
 
     def start(self) -> None:
@@ -216,7 +219,8 @@ class VllmEngine(Child):
         shutil.rmtree(self._sockets, ignore_errors=True)
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's own without what would mislead an engine, with what all engines need."""
     drop = ("PYTHONHASHSEED", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     env = {k: v for k, v in os.environ.items() if k not in drop}
     env |= {
