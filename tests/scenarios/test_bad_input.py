@@ -77,6 +77,7 @@ BAD_BODIES = [
     (b"[" * 50_000, "bad_json"),
     (b'{"model": "no such model", "prompt": [1]}', "model_not_found"),
     (b'{"model": 7, "prompt": [1]}', "model_not_found"),
+    (b'{"model": ["m"], "prompt": [1]}', "model_not_found"),
     (b'{"prompt": "' + b"x" * BODY_BYTES_MAX + b'"}', "body_too_large"),
 ]
 

@@ -120,6 +120,8 @@ def test_usage_as_vllm_and_sglang_report_it() -> None:
         {"prompt_tokens_details": {"cached_tokens": 1}},
         {"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": -1}},
         {"prompt_tokens": -1},
+        {"prompt_tokens": 1 << 60, "prompt_tokens_details": {"cached_tokens": 1 << 60}},
+        {"prompt_tokens": 10**400, "prompt_tokens_details": {"cached_tokens": 10**400}},
         {"prompt_tokens": "10"},
         {"prompt_tokens": True},
         {"prompt_tokens": 10, "completion_tokens": 1.5},

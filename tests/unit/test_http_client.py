@@ -128,6 +128,29 @@ async def test_bytes_after_an_answer_belong_to_nobody(client: HttpClient) -> Non
         assert accepted == [0, 1, 2]
 
 
+async def test_trailers_without_end_are_not_kept(client: HttpClient) -> None:
+    class Heard:
+        headers: Headers
+
+        def on_head(self, status: int, headers: Headers, lease: Lease) -> None:
+            self.headers = headers
+
+        def on_data(self, data: bytes) -> None: ...
+
+    async def behave(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int
+    ) -> None:
+        await request_head(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n0\r\n")
+        writer.write(b"x: y\r\n" * 1000 + b"\r\n")
+        await reader.read()
+
+    heard = Heard()
+    async with peer(behave) as (url, _):
+        await client.exchange("GET", origin_of(url), "/", [], body=b"", sink=heard)
+    assert [name for name, _ in heard.headers] == [b"transfer-encoding"]
+
+
 async def test_connect_errors(client: HttpClient) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -150,6 +150,7 @@ async def test_head_gets_the_head_alone(serve: Serve, client: HttpClient) -> Non
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", 400),
         (b"CONNECT host:443 HTTP/1.1\r\n\r\n", 405),
+        (b"POST http://[x]/ HTTP/1.1\r\ncontent-length: 3\r\n\r\nabc", 400),
         (b"GET / HTTP/1.1\r\na: " + b"x" * 2000 + b"\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\na: " + b"x" * 2000, 431),
         (b"GET /" + b"x" * 2000, 431),
@@ -169,6 +170,7 @@ async def test_bad_requests_get_an_envelope_and_a_closed_connection(
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
     assert await raw.until_closed() == b""
     await raw.close()
+    assert server.bodies_bytes == 0
 
 
 async def test_an_early_answer_survives_a_client_that_is_still_sending(serve: Serve) -> None:

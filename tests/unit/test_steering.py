@@ -181,6 +181,32 @@ async def test_wrong_model_and_no_engine_are_clear_errors() -> None:
     assert [t.worker for t in (await bench.route()).targets] == ["a"]  # tried all the same
 
 
+@pytest.mark.parametrize("model", [[], {}, 7, False, ["m"], "x" * 100_000])
+async def test_what_is_no_model_name_is_not_found(model: object) -> None:
+    bench = Bench()
+    bench.add("a")
+    with pytest.raises(RequestError, match="does not exist; there is: m") as wrong:
+        await bench.route(model=model)
+    assert wrong.value.status == 404
+    assert len(str(wrong.value)) < 300
+
+
+async def test_engines_that_leave_while_a_prompt_is_tokenized() -> None:
+    bench = Bench()
+    publisher = bench.add("a")
+
+    class Leaving(FakeTokens):
+        async def prompt(self, path: str, body: Mapping[str, Any]) -> Prompt:
+            bench.steering.remove(publisher)
+            return Prompt(tokens=IDS)
+
+    bench.steering._tokens = Leaving(Prompt())
+    with pytest.raises(RequestError, match="no engine") as nobody:
+        await bench.route()
+    assert nobody.value.status == 503
+    assert bench.log.last() is None
+
+
 async def test_a_gap_between_promise_and_report_raises_a_flag() -> None:
     bench = Bench()
     bench.store(bench.add("a"), 6)
@@ -216,8 +242,10 @@ async def test_an_engine_without_events_has_no_gap() -> None:
 async def test_equal_request_ids_do_not_share_books() -> None:
     bench = Bench()
     bench.add("a")
+    crafted = await bench.route("same#2")  # what a second "same" would be called
     first, second = await bench.route("same"), await bench.route("same")
-    assert first.id != second.id
+    assert len({crafted.id, first.id, second.id}) == 3
+    bench.end(crafted)
     for route in (first, second):
         bench.steering.sent(route, route.targets[0])
     assert bench.steering.in_flight() == {Publisher("a"): 2}

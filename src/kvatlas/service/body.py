@@ -58,6 +58,10 @@ def with_usage(options: object, raw: bytes) -> object:
     return {"include_usage": True}
 
 
+#: No prompt or answer has this many tokens: a figure above it would drown all that are true.
+COUNT_MAX = 1 << 31
+
+
 class Usage(msgspec.Struct, frozen=True):
     """What an engine reported; -1 where it did not. ``violation`` says why it cannot be true."""
 
@@ -109,6 +113,7 @@ def usage_of(answer: Answer) -> Usage | None:
             not isinstance(count, int)
             or isinstance(count, bool)
             or (count < 0 and value is not None)
+            or count > COUNT_MAX
         ):
             return Usage(violation=f"{name} is {value!r}"[:200])
         counts.append(count)

@@ -338,12 +338,9 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._upgrading:
             return
+        target = _origin_form(self._target.decode("latin-1"))
         body = b"".join(self._body)
         self._body, self._body_bytes = [], 0  # counted on until the request is answered
-        target = self._target.decode("latin-1")
-        if not target.startswith("/") and target != "*":
-            parts = urlsplit(target)  # absolute form; CONNECT's authority has no path
-            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._target = b""
         self._one_message = False
         self._queue.append(
@@ -440,3 +437,14 @@ class _Connection(asyncio.Protocol):
     def _too_large(self) -> _Refusal:
         text = f"the request body is over {self.server.limits.body_bytes_max} bytes"
         return _Refusal(413, text, "body_too_large")
+
+
+def _origin_form(target: str) -> str:
+    """Path and query of a request's target, which a proxy's client sends as a whole URL."""
+    if target.startswith("/") or target == "*":
+        return target
+    try:
+        parts = urlsplit(target)
+    except ValueError as error:
+        raise _Refusal(400, f"the request's target is no URL: {error}", "bad_http") from None
+    return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")

@@ -247,12 +247,9 @@ class Relay:
 
     def _finish(self) -> None:
         worker, e2e_s = self._target.worker, time.perf_counter() - self._started_s
-        usage = self._usage
-        self._metrics.left(worker, self.status)
-        if self._complete and self.status == 200 and self._reads_usage:
-            self._metrics.used(worker, usage)
-        if usage is None or usage.violation or not self._complete:
-            usage = Usage()
+        told = self._usage
+        believed = told is not None and not told.violation and self._complete
+        usage = told if told is not None and believed else Usage()
         self._steer.finished(
             self._route,
             Outcome(
@@ -265,6 +262,9 @@ class Relay:
                 e2e_s=e2e_s,
             ),
         )
+        self._metrics.left(worker, self.status)
+        if self._complete and self.status == 200 and self._reads_usage:
+            self._metrics.used(worker, told)
 
 
 def route_headers(route: Route, target: Target) -> Headers:

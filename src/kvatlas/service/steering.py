@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 SALT_HEADER = "x-kvatlas-cache-salt"
 KEYED_PATHS = ("/v1/chat/completions", "/v1/completions")
+_SHOWN_CHARS = 200  # of a wrong model name that comes back in the error
 _GAP_REQUESTS_MIN = 20
 _GAP_SHARE_MAX = 0.5
 _GAP_DECAY = 0.95
@@ -219,8 +220,9 @@ class Steering:
 
     async def choose(self, request: Inbound) -> Route:
         """Raises RequestError 404 for an unknown model, 503 when no engine was ever reached."""
-        ranks = self._serving(request.body.get("model"))
+        self._serving(request.body.get("model"))  # a wrong name is not worth tokenizing
         prompt = await self._prompt(request)
+        ranks = self._serving(request.body.get("model"))  # engines come and go meanwhile
         began = self._clock()
         ask = self._ask(request, ranks, prompt)
         ask, promised = self._discounted(ask, ranks)
@@ -228,8 +230,9 @@ class Steering:
         if ask.unkeyed:
             self.fallbacks[ask.unkeyed] += 1
         route_id = request.id
-        if route_id in self._pending:  # equal ids from two clients must not share books
-            route_id = f"{request.id}#{self.decisions}"
+        while route_id in self._pending:  # equal ids from two clients must not share books
+            route_id = f"{route_id}#{self.decisions}"
+        if route_id != request.id:
             ask = msgspec.structs.replace(ask, id=route_id)
             decision = msgspec.structs.replace(decision, id=route_id)
         targets = tuple(_target(ranks[plan.publisher], plan) for plan in decision.plans)
@@ -278,10 +281,12 @@ class Steering:
             raise RequestError("no engine has been reached yet", status=503, code="no_engine")
         if model is None:
             return dict(self._ranks)
-        ranks = {p: r for p, r in self._ranks.items() if model in r.models}
+        name = model if isinstance(model, str) else None
+        ranks = {p: r for p, r in self._ranks.items() if name in r.models}
         if not ranks:
+            shown, known = repr(model)[:_SHOWN_CHARS], ", ".join(self.names())
             raise RequestError(
-                f"the model {model!r} does not exist; there is: {', '.join(self.names())}",
+                f"the model {shown} does not exist; there is: {known}",
                 status=404,
                 code="model_not_found",
                 param="model",
