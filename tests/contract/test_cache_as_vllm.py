@@ -1,9 +1,9 @@
 """The directory's promises against vLLM's own cache manager, fed with its own events.
 
-Random requests with shared prefixes, junctions, chunks, decoding and eviction, in the shape of
-DeepSeek V4's groups. A promise above what vLLM then finds is a false hit: there must be none.
-With a draft vLLM looks one window block ahead, and no event says to which tokens that block
-belongs: where the directory cannot tell it promises less.
+Random requests with shared prefixes, junctions, chunks, decoding, eviction and hits reported in
+full, in the shape of DeepSeek V4's groups. A promise above what vLLM then finds is a false hit:
+there must be none. With a draft vLLM looks one window block ahead, and no event says to which
+tokens that block belongs: where the directory cannot tell it promises less.
 """
 
 from __future__ import annotations
@@ -127,6 +127,6 @@ def test_never_more_than_vllm_finds() -> None:
         found = sum(hit for _, _, hit in rows)
         assert found > 10 * 256, wish
         shares[wish["draft"]].append(sum(promised for _, promised, _ in rows) / found)
-    assert min(shares[False]) > 0.6
-    assert sum(shares[False]) / len(shares[False]) > 0.9
+    assert min(shares[False]) > 0.9
+    assert sum(shares[False]) / len(shares[False]) > 0.98
     assert sum(shares[True]) / len(shares[True]) > 0.4

@@ -76,10 +76,11 @@ class Run:
         self.count = 0
 
     def ask(self, prompt, output):
+        mode = "full" if self.draw.random() < 0.2 else "incremental"
         request = Request(
             str(self.count),
             list(prompt),
-            SamplingParams(max_tokens=max(output, 1)),
+            SamplingParams(max_tokens=max(output, 1), extra_args={"kv_cache_report_mode": mode}),
             None,
             block_hasher=self.hasher,
         )

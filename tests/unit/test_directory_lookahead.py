@@ -202,6 +202,36 @@ def test_what_is_reported_again_from_the_start_is_no_second_block() -> None:
     assert engine.resume(A) == 32
 
 
+@pytest.mark.parametrize(("group", "end"), [(0, 28), (1, 36), (2, 16), (3, 32)])
+def test_a_prompt_computed_twice_is_held_twice_in_every_group(group: int, end: int) -> None:
+    """Nothing of it could be resumed, so all of it was stored again, from position 0."""
+    engine = Engine()
+    for _ in range(2):
+        engine.apply(*engine.prompt(A, 32))
+    removed = BlockRemoved((name(A, end),), Tier.HBM, group)
+    engine.apply(removed)
+    assert engine.resume(A) == 32
+    engine.apply(removed)
+    assert engine.resume(A) == 0
+
+
+@pytest.mark.parametrize(("group", "end"), [(0, 28), (1, 36), (2, 16), (3, 32)])
+def test_a_hit_that_is_reported_in_full_is_held_once(group: int, end: int) -> None:
+    engine = Engine()
+    engine.apply(*engine.prompt(A, 32))
+    whole, hit = list(range(4, 33, 4)), A[:32]
+    for _ in range(2):
+        engine.apply(
+            engine.window(hit, whole, 0, 4),
+            engine.window(hit, whole, 1, 4),
+            engine.chain(hit),
+            engine.window(hit, list(range(2, 33, 2)), 3, 2),
+        )
+    assert engine.resume(A) == 32
+    engine.apply(BlockRemoved((name(A, end),), Tier.HBM, group))
+    assert engine.resume(A) == 0
+
+
 def test_only_vllm_keeps_twins() -> None:
     engine = Engine(plain(16, engine="sglang"))
     engine.apply(engine.chain(A[:32]), engine.chain(A, 32), engine.chain(A, 32))

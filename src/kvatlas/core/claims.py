@@ -62,6 +62,25 @@ class _Windows:
         self.place: dict[int, tuple[bytes, int]] = {}  # hash → (grid key, unit from the end)
         self.masks: list[dict[bytes, int]] = [{} for _ in Tier]  # per tier: key → units held
 
+    def holds(self, engine_hash: int, tier: Tier) -> bool:
+        """Is this block held, filed or waiting for its window to be complete?"""
+        if self.before.get(engine_hash, (None, 0))[1] & 1 << tier:
+            return True
+        key, unit = self.place.get(engine_hash, (b"", 0))
+        return bool(self.masks[tier].get(key, 0) & 1 << unit)
+
+    def forget_waiting(self, engine_hash: int, tier: Tier) -> int:
+        """A block that waited is gone from ``tier``: 1, or 0 when it did not wait there."""
+        before, tiers = self.before.get(engine_hash, (None, 0))
+        if not tiers & 1 << tier:
+            return 0
+        tiers &= ~(1 << tier)
+        if tiers:
+            self.before[engine_hash] = (before, tiers)
+        else:
+            del self.before[engine_hash]
+        return 1
+
 
 class Claims:
     """Owned by the directory; `stored` and `removed` are its only writers."""
@@ -82,6 +101,8 @@ class Claims:
         self._follows: dict[int, dict[int, int]] = {}  # lane → hash → the one after it
         self._twins: dict[tuple[int, int], int] = {}  # (lane, hash) → how often beyond once
         self._counts_twins = pool.layout.engine == "vllm"
+        self._chain_lane = next((i for i in pool.required if pool.lanes[i].span is None), 0)
+        self._report = True  # the request at hand may only repeat a hit: see `_twin`
         self._names_max = directory.limits.holders_per_publisher_max
         self._dense = False  # this engine keeps every windowed block, not only the tails
         self._full = False  # a limit refused a block: its children are no orphans to repair
@@ -126,11 +147,11 @@ class Claims:
         directory, slot, tier = self._directory, self._slot, event.tier
         names = self._names
         anchored = bool(self._windows or self._pending)
-        again = self._counts_twins and event.parent is not None and tier is Tier.HBM
+        again = self._again(event, event.parent is None and self._report)
         before = event.parent
         for engine_hash, key in zip(event.hashes, keys, strict=True):
-            if again and engine_hash in names:
-                self._twin(lane, engine_hash, key)
+            if again and directory.holds_in(slot, lane, tier, key):
+                self._twin(lane, engine_hash)
             if not self._has_room(engine_hash) or not directory.set(slot, lane, tier, key):
                 applied.refused += 1
                 self._full = True
@@ -143,17 +164,22 @@ class Claims:
                 self._looked_ahead(before, key, applied)
             before = engine_hash
 
-    def _twin(self, lane: int, engine_hash: int, key: bytes) -> None:
+    def _again(self, event: BlockStored, report: bool) -> bool:
+        """May what an event stores be a second block? Not when it may be a ``report``; `_twin`."""
+        return self._counts_twins and event.tier is Tier.HBM and not report
+
+    def _twin(self, lane: int, engine_hash: int) -> None:
         """vLLM stored a second block under a hash that it holds: it will remove both.
 
         Blocks that a request computes although they are cached (beyond its resume position) are
-        stored once more, and the older one is evicted first. Only what follows a parent is
-        counted: a hit that is reported in full, without a new block, always starts at position 0.
+        stored once more, and the older one is evicted first. A hit that is reported in full
+        stores nothing: it starts at position 0 and lists every block of every group. So what
+        follows a parent counts, and what starts at 0 only where the windows that the same
+        request announced just before (the groups come in their order) were listed with gaps.
         """
-        if self._directory.holds_in(self._slot, lane, Tier.HBM, key):
-            place = (lane, engine_hash)
-            if place in self._twins or len(self._twins) < PENDING_MAX:
-                self._twins[place] = self._twins.get(place, 0) + 1
+        place = (lane, engine_hash)
+        if place in self._twins or len(self._twins) < PENDING_MAX:
+            self._twins[place] = self._twins.get(place, 0) + 1
 
     def _looked_ahead(self, before: int, key: bytes, applied: Applied) -> None:
         """A chain block got its ``key``: file the windows that end where it begins under it.
@@ -218,11 +244,19 @@ class Claims:
             if event.parent is not None:
                 self._dense = True
             elif not self._dense and self._known(event.hashes):
+                self._report = True
                 applied.reannounced += 1
                 return
         windows = self._windows.get(lane)
+        report = contiguous and event.parent is None
+        if lane < self._chain_lane:
+            self._report = report
+        again = self._again(event, report)
         if windows is None:
             for engine_hash in event.hashes:
+                key = self._names.get(engine_hash) if again else None
+                if key and self._directory.holds_in(self._slot, lane, event.tier, key):
+                    self._twin(lane, engine_hash)
                 self._claim(lane, event.tier, engine_hash, applied)
             return
         before = event.parent if contiguous else None
@@ -230,6 +264,8 @@ class Claims:
             line = event.hashes if before is None else (before, *event.hashes)
             self._follows[lane] = dict(itertools.pairwise(line))
         for engine_hash in event.hashes:
+            if again and windows.holds(engine_hash, event.tier):
+                self._twin(lane, engine_hash)
             tiers = windows.before.pop(engine_hash, (None, 0))[1] | 1 << event.tier
             windows.before[engine_hash] = (before, tiers)
             before = engine_hash
@@ -311,36 +347,30 @@ class Claims:
         key = self._names.get(engine_hash)
         if key is None:
             return 0
-        if tier is Tier.HBM and (lane, engine_hash) in self._twins:
-            self._one_less((lane, engine_hash))
+        if tier is Tier.HBM and self._one_less((lane, engine_hash)):
             return 1
         cleared = self._directory.clear(self._slot, lane, tier, key)
         self._forget(engine_hash, key)  # also where it was a second name of what is gone already
         return int(cleared)
 
-    def _one_less(self, place: tuple[int, int]) -> None:
-        """One of several equal blocks is gone; the others are held."""
+    def _one_less(self, place: tuple[int, int]) -> bool:
+        """One of several equal blocks is gone, the others are held; False where there is one."""
+        if place not in self._twins:
+            return False
         self._twins[place] -= 1
         if not self._twins[place]:
             del self._twins[place]
+        return True
 
     def _drop_unit(self, lane: int, tier: Tier, windows: _Windows, engine_hash: int) -> int:
-        if engine_hash in windows.before:
-            before, tiers = windows.before[engine_hash]
-            tiers &= ~(1 << tier)
-            if tiers:
-                windows.before[engine_hash] = (before, tiers)
-            else:
-                del windows.before[engine_hash]
+        if tier is Tier.HBM and self._one_less((lane, engine_hash)):
             return 1
-        place = windows.place.get(engine_hash)
-        if place is None:
-            return 0
-        key, unit = place
+        waited = windows.forget_waiting(engine_hash, tier)
+        key, unit = windows.place.get(engine_hash, (b"", 0))
         masks = windows.masks[tier]
         mask = masks.get(key, 0)
         if not mask & 1 << unit:
-            return 0
+            return waited
         if mask == windows.full:
             self._directory.clear(self._slot, lane, tier, key)
         mask &= ~(1 << unit)
