@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import msgspec
 import pytest
+import zmq.asyncio
 from stub_publisher import (
     BLOCK,
     CLEARED,
@@ -21,7 +22,9 @@ from stub_publisher import (
 )
 
 from kvatlas.core import layout, sequence
+from kvatlas.core.claims import Applied
 from kvatlas.core.directory import Directory, Limits
+from kvatlas.core.events import Event
 from kvatlas.core.keys import PUBLIC, Keyring, Scope
 from kvatlas.core.records import Publisher, Resume
 from kvatlas.service.feed import Feed, FeedStatus, Source
@@ -457,7 +460,7 @@ async def test_an_engine_that_connects_to_us(atlas: Atlas) -> None:
         w1.publish(stored("ABC"))
         await atlas.answers("ABC", {"w1": 3})
         atlas.follow("w2", w1, bind=None)
-        assert "another publisher" in atlas.status("w2").error
+        assert "the events of w1 already" in atlas.status("w2").error
 
 
 async def test_an_engine_that_bound_the_address_it_reports(atlas: Atlas) -> None:
@@ -504,6 +507,85 @@ async def test_garbage_frames_are_counted(atlas: Atlas) -> None:
         w1.publish(stored("A"))
         await atlas.answers("A", {"w1": 1})
         assert atlas.status("w1").malformed == 2
+
+
+async def test_numbers_beyond_all_counting_are_garbage(atlas: Atlas) -> None:
+    async with StubPublisher() as w1:
+        publisher = atlas.follow("w1", w1)
+        await w1.subscribed()
+        w1.publish(stored("A"))
+        await atlas.answers("A", {"w1": 1})
+        for seq in (2**63, 2**64 - 1):
+            w1.send(seq, dict(w1.sent)[0])
+        await atlas.until(lambda: atlas.status("w1").malformed == 2)
+        atlas.feed.dropped(publisher, "it slept")
+        w1.publish(stored("B"), lose=True)
+        w1.publish(stored("C"))
+        await atlas.answers("B", {"w1": 1})
+        assert atlas.ask("A") == {}
+
+
+async def test_a_fault_of_ours_stays_with_its_stream(
+    atlas: Atlas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvatlas.service.feed._REOPEN_S", 0.05)
+    apply = atlas.directory.apply
+    broken = True
+
+    def faulty(publisher: Publisher, events: Iterable[Event]) -> Applied:
+        if publisher.worker == "w1" and broken:
+            raise RuntimeError("a fault of ours")
+        return apply(publisher, events)
+
+    monkeypatch.setattr(atlas.directory, "apply", faulty)
+    async with StubPublisher() as w1, StubPublisher() as w2:
+        for name, stub in (("w1", w1), ("w2", w2)):
+            atlas.follow(name, stub)
+            await stub.subscribed()
+        w1.publish(stored("A"))
+        await atlas.until(lambda: "RuntimeError" in atlas.status("w1").error)
+        w2.publish(stored("A"))
+        await atlas.answers("A", {"w2": 1})
+        broken = False
+        await atlas.answers("A", {"w1": 1, "w2": 1})
+        assert atlas.status("w1").error == ""
+
+
+async def test_a_replay_without_end_does_not_hold_up_removals(atlas: Atlas) -> None:
+    class Babbling(StubPublisher):
+        async def _serve(self, router: zmq.asyncio.Socket) -> None:
+            client, empty, start = await router.recv_multipart()
+            self.requests.append(int.from_bytes(start, "big"))
+            while True:  # the same batch, again and again
+                frames = [client, empty, b"kv", *(start, dict(self.sent)[0])]
+                await router.send_multipart(frames)
+                await asyncio.sleep(0.001)
+
+    async with Babbling() as w1:
+        atlas.follow("w1", w1)
+        await w1.subscribed()
+        w1.publish(stored("A"))
+        w1.publish(stored("B"))
+        await atlas.answers("B", {"w1": 1})
+        await atlas.until(lambda: bool(w1.requests))
+        w1.publish(removed("B"))
+        await atlas.answers("B", {})
+
+
+async def test_one_address_is_not_two_engines_events(
+    atlas: Atlas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvatlas.service.feed._REOPEN_S", 0.05)
+    async with StubPublisher() as w1:
+        first = atlas.follow("w1", w1)
+        atlas.follow("w2", w1)
+        assert "these are the events of w1 already" in atlas.status("w2").error
+        await w1.subscribed()
+        w1.publish(stored("A"))
+        await atlas.answers("A", {"w1": 1})
+        atlas.feed.remove(first)
+        atlas.directory.unregister(first)
+        await atlas.answers("A", {"w2": 1})
 
 
 async def test_removing_and_adding_a_worker_at_run_time(atlas: Atlas) -> None:

@@ -185,6 +185,18 @@ def test_a_failed_send_counts_as_an_attempt() -> None:
     assert sequencer.next_deadline() == LIMITS.retry_s
 
 
+def test_a_replay_that_brings_nothing_new_ends() -> None:
+    sequencer = running(2)
+    asked = token(sequencer.offer(batch(5), 0.0))
+    assert sequencer.asked == asked
+    for second in range(1, 5):
+        assert sequencer.replayed(asked, batch(2), float(second)) == []
+        assert sequencer.replayed(asked, batch(5), float(second)) == []  # waits already
+        assert sequencer.next_deadline() == LIMITS.replay_timeout_s
+    assert sequencer.tick(LIMITS.replay_timeout_s) == []
+    assert sequencer.asked is None  # what it still says is for nobody
+
+
 def test_the_waiting_room_is_limited_and_nothing_is_lost_by_it() -> None:
     sequencer = running(0)
     effects = sequencer.offer(batch(2), 0.0)

@@ -187,6 +187,23 @@ def test_sizes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decode([stored()]).malformed == 1
 
 
+def test_hashes_of_one_event_are_limited() -> None:
+    decoder = wire.Decoder()
+    many = [0] * (wire.HASHES_MAX + 1)
+    events = [["BlockRemoved", many], ["BlockStored", many, None, [], 16]]
+    batch = decoder.decode(1, encode([*events, ["BlockRemoved", [1]]]))
+    assert (batch.malformed, len(batch.events)) == (2, 1)
+    assert decoder.reasons == {"too many hashes in an event": 2}
+
+
+@pytest.mark.parametrize("ts", [float("nan"), float("inf"), float("-inf")])
+def test_a_time_stamp_is_a_number(ts: float) -> None:
+    decoder = wire.Decoder()
+    decoder.decode(0, encode([], ts=7.0))
+    batch = decoder.decode(1, encode([["BlockRemoved", [1]]], ts=ts))
+    assert (batch.ts, batch.events, batch.malformed) == (7.0, (), 1)
+
+
 def test_the_book_of_reasons_is_limited() -> None:
     decoder = wire.Decoder()
     for number in range(200):

@@ -96,7 +96,7 @@ class Sequencer:
     def __init__(self, *, can_replay: bool, limits: Limits = LIMITS) -> None:
         self.counters = Counters()
         self.epoch = 0  # lives of the engine seen so far, minus one
-        self._can_replay = can_replay
+        self.can_replay = can_replay
         self._limits = limits
         self._next: int | None = None  # next sequence number to apply; None before the first
         self._floor = 0  # nothing before this number may be applied
@@ -120,6 +120,11 @@ class Sequencer:
         return self._running is not None
 
     @property
+    def asked(self) -> int | None:
+        """The token of the replay whose answer is awaited now."""
+        return self._running.token if self._running is not None and self._running.sent else None
+
+    @property
     def behind(self) -> bool:
         """Whether what was applied so far is history only: a run begun anew, not caught up yet."""
         return self._running is not None and self._behind
@@ -133,7 +138,7 @@ class Sequencer:
 
     def connected(self, now: float) -> list[Effect]:
         """The subscription is up (again): anything may have happened in between."""
-        if self._can_replay:
+        if self.can_replay:
             running = self._running or _Running(0, 0.0)
             self._schedule(
                 now + self._limits.settle_s, attempt=running.attempt, rebuild=running.rebuild
@@ -163,7 +168,6 @@ class Sequencer:
         running = self._running
         if running is None or running.token != token:
             return []
-        running.deadline = now + self._limits.replay_timeout_s
         if running.known is not None and batch.seq == running.known[0]:
             if batch.ts != running.known[1]:
                 return self._restart("its replay tells another history", now)
@@ -181,17 +185,23 @@ class Sequencer:
             if batch.seq > known:
                 effects = self._reset(f"replayed from batch {batch.seq} on")
                 self._next = batch.seq
-                running.progress = True
+                self._progress(running, now)
                 self._behind = True
                 return [*effects, *self._apply(batch)]
         if self._next is None or batch.seq < self._next:
             return []
         if batch.seq > self._next:  # the engine's socket dropped some: ask again at the end
-            self._keep(batch)
+            if self._keep(batch):
+                running.deadline = now + self._limits.replay_timeout_s
             return []
         running.attempt = 0
-        running.progress = True
+        self._progress(running, now)
         return self._apply(batch)
+
+    def _progress(self, running: _Running, now: float) -> None:
+        """What brings nothing new does not count: a replay must end some time."""
+        running.progress = True
+        running.deadline = now + self._limits.replay_timeout_s
 
     def replay_done(self, token: int, now: float) -> list[Effect]:
         """The engine said that its answer is complete."""
@@ -222,7 +232,7 @@ class Sequencer:
 
     def orphaned(self, now: float) -> list[Effect]:
         """The directory met a parent that it does not know: history is missing."""
-        if not self._can_replay:
+        if not self.can_replay:
             return []
         self._rebuild_due = max(now, self._orphan_next, self._no_replay_until)
         if self._rebuild_due > now or self._running is not None:
@@ -275,7 +285,7 @@ class Sequencer:
             return self._apply(batch)
         if self._next is not None:
             self.counters.gaps += 1
-        if self._can_replay and now >= self._no_replay_until:
+        if self.can_replay and now >= self._no_replay_until:
             self._keep(batch)
             return self._request(now)
         effects: list[Effect] = []
@@ -292,7 +302,7 @@ class Sequencer:
         self.counters.stale += 1
         if self._running is not None:
             return []
-        if self._can_replay and now >= self._no_replay_until:
+        if self.can_replay and now >= self._no_replay_until:
             return self._request(now)
         effects = self._reset("its clock went back")
         self._newest = (batch.seq, batch.ts)
@@ -316,7 +326,7 @@ class Sequencer:
         if batch is not None:
             self._newest = (batch.seq, batch.ts)
             return [*effects, *self._in_order(batch, now)]
-        if self._can_replay and now >= self._no_replay_until:
+        if self.can_replay and now >= self._no_replay_until:
             effects += self._request(now)
         return effects
 
@@ -424,11 +434,12 @@ class Sequencer:
 
     # -- the waiting room -----------------------------------------------------------------------
 
-    def _keep(self, batch: Batch) -> None:
+    def _keep(self, batch: Batch) -> bool:
+        """False where it waits already, or there is no room."""
         waits = self._waiting.get(batch.seq)
         if waits is not None:
             if waits.ts >= batch.ts:
-                return
+                return False
             self._take(batch.seq)
         size = _size(batch)
         if (
@@ -436,9 +447,10 @@ class Sequencer:
             or self._waiting_bytes + size > self._limits.waiting_bytes_max
         ):
             self.counters.overflowed += 1
-            return
+            return False
         self._waiting[batch.seq] = batch
         self._waiting_bytes += size
+        return True
 
     def _take(self, seq: int) -> Batch | None:
         batch = self._waiting.pop(seq, None)

@@ -22,7 +22,7 @@ import zmq
 
 from kvatlas.core import sequence
 from kvatlas.core.claims import Applied
-from kvatlas.core.events import BlockStored, Event
+from kvatlas.core.events import AllBlocksCleared, BlockStored, Event
 from kvatlas.core.records import Publisher
 from kvatlas.core.sequence import Apply, Effect, Replay, Reset, Sequencer
 from kvatlas.service import wire
@@ -32,10 +32,12 @@ log = logging.getLogger(__name__)
 SLICE_S = 0.002
 _MESSAGES_PER_TURN = 16
 _TOKEN_BYTES_PER_APPLY = 4 * 8192
+_HASH_COST = 32  # a block's hash takes as long as hashing so many bytes of tokens
 _LIVE_QUEUE_MAX = 10_000  # messages; beyond it ZMQ drops, which shows as a gap
 _REPLAY_QUEUE_MAX = 100_000  # an engine sends its whole buffer at once
 _REOPEN_S = 5.0
 _END = b"\xff" * 8
+_SEQ_MAX = 1 << 63  # engines count from 0
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -111,15 +113,16 @@ class Feed:
                 return
             self.remove(publisher)
             self._claims.reset(publisher)
-        taken = [s.status.source for s in self._streams.values() if s.status.bound]
         self._streams[publisher] = _Stream(self, publisher, source, self._limits)
-        if any(other.endpoint == source.endpoint for other in taken):
-            self._streams[publisher].status.error = (
-                f"{source.endpoint}: another publisher already sends to it; "
-                "give each engine and rank an event port of its own"
-            )
-            return
         self._streams[publisher].open()
+
+    def _user_of(self, source: Source) -> Publisher | None:
+        """Whose events come from there already: they cannot be told apart from another's."""
+        for publisher, stream in self._streams.items():
+            other = stream.status.source
+            if stream.is_open and (other.endpoint, other.topic) == (source.endpoint, source.topic):
+                return publisher
+        return None
 
     def remove(self, publisher: Publisher) -> None:
         """Stop following it. Its claims stay until the directory is told otherwise."""
@@ -175,9 +178,14 @@ class Feed:
         while self._ready:
             stream = self._ready.popleft()
             stream.queued = False
-            if stream.turn():
-                stream.queued = True
-                self._ready.append(stream)
+            try:
+                more = stream.turn()
+            except Exception as error:  # ours, and of this stream alone
+                stream.broke(error)
+            else:
+                if more:
+                    stream.queued = True
+                    self._ready.append(stream)
             if self._loop.time() >= until:
                 break
         if self._ready:
@@ -196,6 +204,7 @@ class _Stream:
         self._loop = feed._loop
         self._publisher = publisher
         self._decoder = wire.Decoder()
+        self._limits = limits
         self._sequencer = Sequencer(can_replay=bool(source.replay), limits=limits)
         self._backlog: deque[Event] = deque()
         self._sub: zmq.Socket[bytes] | None = None
@@ -215,6 +224,13 @@ class _Stream:
     def open(self) -> None:
         """Open the sockets; when that fails it is said in the status and tried again."""
         source = self.status.source
+        user = self._feed._user_of(source)
+        if user is not None:
+            self._not_open(
+                f"{source.endpoint}: these are the events of {user} already; "
+                "give each engine and rank an event port of its own"
+            )
+            return
         sub = self._feed._context.socket(zmq.SUB)
         monitor = sub.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
         try:
@@ -228,9 +244,7 @@ class _Stream:
             sub.disable_monitor()
             monitor.close(0)
             sub.close(0)
-            self.status.error = f"{source.endpoint}: {error}"
-            log.warning("%s: no KV events: %s", self._publisher, self.status.error)
-            self._reopen = self._loop.call_later(_REOPEN_S, self.open)
+            self._not_open(f"{source.endpoint}: {error}")
             return
         self.status.error = ""
         self._sub, self._monitor = sub, monitor
@@ -238,14 +252,37 @@ class _Stream:
             self._loop.add_reader(int(socket.get(zmq.FD)), self._feed._wake, self)
         self._feed._wake(self)
 
+    @property
+    def is_open(self) -> bool:
+        return self._sub is not None
+
+    def _not_open(self, error: str) -> None:
+        if error != self.status.error:
+            log.warning("%s: no KV events: %s", self._publisher, error)
+        self.status.error = error
+        self._reopen = self._loop.call_later(_REOPEN_S, self.open)
+
+    def broke(self, error: Exception) -> None:
+        """A fault of ours in this stream: nothing of it is believed, and it begins anew."""
+        log.error("%s: its KV events cannot be followed", self._publisher, exc_info=error)
+        self._close_sockets()
+        self._sequencer = Sequencer(can_replay=self._sequencer.can_replay, limits=self._limits)
+        self._feed._claims.reset(self._publisher)
+        self._not_open(f"following its events failed ({type(error).__name__}); see the log")
+
     def close(self) -> None:
         self.closed = True
+        self._close_sockets()
+        if self._reopen is not None:
+            self._reopen.cancel()
+
+    def _close_sockets(self) -> None:
         self.status.connected = False
         self._backlog.clear()
         self._believe(True)
-        for handle in (self._timer, self._reopen):
-            if handle is not None:
-                handle.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._timer_at = None
         self._close_dealer()
         if self._sub is not None and self._monitor is not None:
             self._loop.remove_reader(int(self._sub.get(zmq.FD)))
@@ -321,6 +358,9 @@ class _Stream:
             self.status.malformed += 1
             return
         seq = int.from_bytes(frames[-2], "big")
+        if seq >= _SEQ_MAX:
+            self.status.malformed += 1
+            return
         batch = self._decoder.decode(seq, frames[-1])
         self.status.last_event_s = now = self._loop.time()
         self.status.malformed += batch.malformed
@@ -336,7 +376,11 @@ class _Stream:
             self._close_dealer()
             self._perform(self._sequencer.replay_done(self._token, now))
             return
-        batch = self._decoder.decode(int.from_bytes(frames[-2], "big"), frames[-1])
+        seq = int.from_bytes(frames[-2], "big")
+        if seq >= _SEQ_MAX:
+            self.status.malformed += 1
+            return
+        batch = self._decoder.decode(seq, frames[-1])
         self._perform(self._sequencer.replayed(self._token, batch, now))
 
     # -- effects --------------------------------------------------------------------------------
@@ -357,6 +401,8 @@ class _Stream:
             self._feed._wake(self)
         elif not self._sequencer.behind:
             self._believe(True)
+        if self._sequencer.asked != self._token:
+            self._close_dealer()  # nobody listens any more to what it may still say
         self._arm()
 
     def _apply(self) -> None:
@@ -365,7 +411,11 @@ class _Stream:
         budget = _TOKEN_BYTES_PER_APPLY
         while self._backlog and budget > 0:
             event = self._backlog.popleft()
-            budget -= 64 + (len(event.tokens) if isinstance(event, BlockStored) else 0)
+            budget -= 64
+            if not isinstance(event, AllBlocksCleared):
+                budget -= _HASH_COST * len(event.hashes)
+            if isinstance(event, BlockStored):
+                budget -= len(event.tokens)
             chunk.append(event)
         applied = self._feed._claims.apply(self._publisher, chunk)
         self.status.events += len(chunk)
@@ -399,7 +449,10 @@ class _Stream:
 
     def _tick(self) -> None:
         self._timer = self._timer_at = None
-        self._perform(self._sequencer.tick(self._loop.time()))
+        try:
+            self._perform(self._sequencer.tick(self._loop.time()))
+        except Exception as error:
+            self.broke(error)
         self._feed._wake(self)
 
     # -- reports --------------------------------------------------------------------------------

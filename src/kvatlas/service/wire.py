@@ -19,6 +19,7 @@ them, keeps its hashes only ("location only") and is keyed by the event that sto
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections import Counter
@@ -32,6 +33,7 @@ from kvatlas.core.records import Tier
 PAYLOAD_BYTES_MAX = 64 << 20
 EVENT_BYTES_MAX = 8 << 20  # a million tokens with their hashes are under 8 MB
 EVENTS_MAX = 65_536
+HASHES_MAX = 65_536  # a million tokens in blocks of 16
 BLOCK_TOKENS_MAX = 65_536
 EXTRA_BYTES_MAX = 4096  # per block
 _HASH_BYTES_MAX = 64
@@ -154,6 +156,8 @@ class Decoder:
             raw = _decode_batch(payload)
         except (msgspec.DecodeError, RecursionError):
             return self._nothing(seq, "batch is not [ts, events, rank]")
+        if not math.isfinite(raw.ts):
+            return self._nothing(seq, "time stamp is no number")
         self._last_ts = raw.ts
         events: list[Event] = []
         malformed = unknown = 0
@@ -311,6 +315,8 @@ def _trim(event: _Stored) -> None:
 
 
 def _hashes(values: Sequence[Hash]) -> tuple[int, ...]:
+    if len(values) > HASHES_MAX:
+        raise _Malformed("too many hashes in an event")
     return tuple([v & _MASK if type(v) is int else _hash(v) for v in values])
 
 
