@@ -7,7 +7,7 @@ from array import array
 from kvatlas.core.directory import Directory
 from kvatlas.core.events import BlockStored
 from kvatlas.core.keys import Keyring
-from kvatlas.core.layout import Layout
+from kvatlas.core.layout import Layout, drafted, plain
 from kvatlas.core.records import Publisher
 from kvatlas.core.router import Params, Router
 from kvatlas.service.decision_log import DecisionLog, explain
@@ -74,6 +74,15 @@ async def test_an_engine_that_announces_everything_is_taken_at_its_word() -> Non
         assert (await bench.ask(cached=512)).targets[0].expected_hit_tokens == 2048
     assert "believed" not in explain(bench.log.get("r"))  # type: ignore[arg-type]
     assert bench.steering.gaps[bench.engine].flag  # its flag says so instead
+
+
+async def test_a_draft_head_resumes_a_block_earlier() -> None:
+    """The block that ends the prompt is asked for, though nothing can resume at its end."""
+    bench = Bench(drafted(plain(256, engine="vllm")))
+    assert (await bench.ask(cached=1792)).targets[0].expected_hit_tokens == 1792
+    decision = bench.log.last()
+    assert decision is not None
+    assert decision.decision.plans[0].chain_tokens == 2048
 
 
 def test_confidence_begins_with_belief() -> None:
