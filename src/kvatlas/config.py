@@ -125,6 +125,8 @@ def load(path: Path) -> Config:
         told = re.search(r"at line (\d+)", str(error))
         line = int(told[1]) if told else text.count("\n") + 1
         raise ConfigError(f"{path}:{line}: not valid TOML: {error}") from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, a number without end
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
     _check(path, text, config)
     return config
 
@@ -142,7 +144,13 @@ def _check(path: Path, text: str, config: Config) -> None:
                 f"{path}:{line}: two workers are named {worker.name!r}: names must differ"
             )
         seen.add(worker.name)
-        if not re.fullmatch(r"http://[^/\s]+(/\S*)?", worker.url):
+        if not re.fullmatch(r'[!"$-~]+', worker.name):
+            line = _line_of(text, f"worker[{index}].name")
+            raise ConfigError(
+                f"{path}:{line}: worker {worker.name!r}: a name goes into headers and metrics: "
+                "use printable ASCII without spaces and without '#'"
+            )
+        if not re.fullmatch(r"http://[^/\s?#@]+(/[^\s?#]*)?", worker.url):
             line = _line_of(text, f"worker[{index}].url")
             raise ConfigError(
                 f"{path}:{line}: worker {worker.name!r}: {worker.url!r} is not of the form "

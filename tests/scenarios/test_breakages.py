@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from pathlib import Path
 
-from harness import FakeWorker, Product
+from harness import WAIT_S, FakeWorker, Product, process
 
+from kvatlas.connectors.child import free_ports
 from kvatlas.service.http import Request
 from kvatlas.service.http_reply import Reply
 
@@ -36,3 +40,31 @@ async def test_targets_that_are_no_url_do_not_fill_the_room_for_bodies() -> None
                 assert b" 400 " in await reader.readline()
             writer.close()
         assert product.gateway._server.bodies_bytes == 0
+
+
+async def test_a_hangup_while_it_starts_does_not_end_it(tmp_path: Path) -> None:
+    asked = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    engine = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = engine.sockets[0].getsockname()[1]
+    own = free_ports(1)[0]
+    config = tmp_path / "kvatlas.toml"
+    worker = f'[[worker]]\nname = "a"\nurl = "http://127.0.0.1:{port}"\n'
+    config.write_text(f"[gateway]\nport = {own}\n{worker}")
+    url = f"http://127.0.0.1:{own}"
+    child = process(tmp_path, "serve", "--config", str(config), url=url)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await asked.wait()
+            os.kill(child.pid, signal.SIGHUP)
+            while "kvatlas: reloaded" not in child.log.read_text():
+                assert child.alive, child.log.read_text()
+                await asyncio.sleep(0.01)
+    finally:
+        child.stop()
+        engine.close()

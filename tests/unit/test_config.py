@@ -106,6 +106,25 @@ def test_broken_toml_is_told_with_its_line(file: Path, text: str, line: int) -> 
     assert message.startswith(f"{file}:{line}: not valid TOML: ")
 
 
+@pytest.mark.parametrize(
+    "name", ["a\\r\\nx-evil: 1", "two words", "é", "a#1", "a\\u0000", "\\u2028"]
+)
+def test_a_name_is_fit_for_headers(file: Path, name: str) -> None:
+    text = GOOD.replace('name = "b"', f'name = "{name}"')
+    assert "kvatlas.toml:10: worker " in fault(file, text)
+
+
+@pytest.mark.parametrize("url", ["http://u:p@h:1", "http://h:1?q", "http://h:1/x#y", "http://"])
+def test_parts_of_a_url_that_would_be_dropped_are_refused(file: Path, url: str) -> None:
+    text = GOOD.replace("http://127.0.0.1:9100", url)
+    assert "kvatlas.toml:7: worker 'a'" in fault(file, text)
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "[gateway]\nport = " + "9" * 5000])
+def test_toml_that_breaks_its_reader_is_a_fault(file: Path, text: str) -> None:
+    assert "not valid TOML" in fault(file, text)
+
+
 def test_no_worker_at_all_is_a_fault(file: Path) -> None:
     assert "missing required field `worker`" in fault(file, "[gateway]\nport = 0\n")
     assert "name at least one engine" in fault(file, "worker = []\n")

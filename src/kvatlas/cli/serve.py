@@ -61,8 +61,12 @@ def run(args: argparse.Namespace) -> int:
 
 async def _serve(path: Path, config: Config) -> int:
     assembly = Assembly(config)
+    hangup = asyncio.Event()  # from now on it does not end the process any more
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
     await assembly.start()
-    reloading = asyncio.create_task(_reload_on_hangup(path, assembly), name="reload on SIGHUP")
+    reloading = asyncio.create_task(
+        _reload_on_hangup(path, assembly, hangup), name="reload on SIGHUP"
+    )
     metrics = GatewayMetrics()
     metrics.registry.register(ClusterMetrics(assembly))
     try:
@@ -79,10 +83,8 @@ async def _serve(path: Path, config: Config) -> int:
         await assembly.close()
 
 
-async def _reload_on_hangup(path: Path, assembly: Assembly) -> None:
+async def _reload_on_hangup(path: Path, assembly: Assembly, asked: asyncio.Event) -> None:
     """A file that cannot be used is said on stderr and changes nothing."""
-    asked = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
     while True:
         await asked.wait()
         asked.clear()

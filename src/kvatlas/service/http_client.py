@@ -84,6 +84,8 @@ def origin_of(url: str) -> Origin:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"{url!r}: only http:// URLs are supported")
+        if parts.port == 0:
+            raise ValueError(f"{url!r}: nothing listens on port 0")
         found = Origin(parts.hostname, parts.port or 80, parts.path.rstrip("/"))
         if len(_origins) >= 4096:
             _origins.clear()
