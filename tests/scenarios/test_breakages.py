@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness import WAIT_S, FakeWorker, Product, process
 
+from kvatlas.config import RouterConfig
 from kvatlas.connectors.child import free_ports
 from kvatlas.service.http import Request
 from kvatlas.service.http_reply import Reply
@@ -68,3 +69,13 @@ async def test_a_hangup_while_it_starts_does_not_end_it(tmp_path: Path) -> None:
     finally:
         child.stop()
         engine.close()
+
+
+async def test_a_full_disk_under_the_decision_log_fails_no_request() -> None:
+    router = RouterConfig(decision_log="/dev/full")
+    async with FakeWorker("w1") as w1, Product([w1.config()], router=router) as product:
+        for _ in range(3):
+            assert (await product.complete([1, 2])).status == 200
+        await product.until_equal(product.in_flight, {})
+        assert "decision_log:file" in await product.flags()
+        assert await product.metric("kvatlas_requests_total", status="200") == 3

@@ -254,6 +254,16 @@ async def test_equal_request_ids_do_not_share_books() -> None:
     assert bench.steering.in_flight() == {Publisher("a"): 0}
 
 
+async def test_the_last_decision_is_the_newest_whatever_its_id() -> None:
+    bench = Bench()
+    bench.add("a")
+    for request_id in ("one", "two", "one"):
+        bench.end(await bench.route(request_id))
+    last = bench.log.last()
+    assert last is not None
+    assert last.decision.id == "one"
+
+
 async def test_explain_names_every_candidate_and_the_end() -> None:
     bench = Bench()
     bench.add("a")

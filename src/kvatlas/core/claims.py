@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 RECENT_MAX = 4096  # names of blocks that just left: parents of what is still to be announced
 _WALK = 1024
+SHARED_MAX = 256  # windows that may have one block in common
 PENDING_MAX = 65_536  # claims that wait for the event that names their block
 
 
@@ -58,8 +59,11 @@ class _Windows:
 
     def __init__(self, units: int) -> None:
         self.full = (1 << units) - 1
-        self.before: dict[int, tuple[int | None, int]] = {}  # hash → (hash before it, tiers)
+        # hash → (hash before it, tiers)
+        self.before: OrderedDict[int, tuple[int | None, int]] = OrderedDict()
         self.place: dict[int, tuple[bytes, int]] = {}  # hash → (grid key, unit from the end)
+        # Windows of prompts that part inside one grid block have their first blocks in common.
+        self.shared: dict[int, tuple[bytes, ...]] = {}  # hash → further grid keys
         self.masks: list[dict[bytes, int]] = [{} for _ in Tier]  # per tier: key → units held
 
     def holds(self, engine_hash: int, tier: Tier) -> bool:
@@ -68,6 +72,37 @@ class _Windows:
             return True
         key, unit = self.place.get(engine_hash, (b"", 0))
         return bool(self.masks[tier].get(key, 0) & 1 << unit)
+
+    def file(self, engine_hash: int, key: bytes, unit: int) -> bool:
+        """It is a block of the window of ``key``; False where that cannot be."""
+        first = self.place.setdefault(engine_hash, (key, unit))
+        if first == (key, unit):
+            return True
+        others = self.shared.get(engine_hash, ())
+        if first[1] != unit or len(others) >= SHARED_MAX:
+            return False
+        if key not in others:
+            self.shared[engine_hash] = (*others, key)
+        return True
+
+    def drop(self, engine_hash: int, tier: Tier) -> list[tuple[bytes, bool]]:
+        """It is gone from ``tier``: the keys whose windows lose it, and which were complete."""
+        first, unit = self.place.get(engine_hash, (b"", 0))
+        masks, bit = self.masks[tier], 1 << unit
+        lost = []
+        for key in (first, *self.shared.get(engine_hash, ())):
+            mask = masks.get(key, 0)
+            if not mask & bit:
+                continue
+            lost.append((key, mask == self.full))
+            if mask == bit:
+                del masks[key]
+            else:
+                masks[key] = mask ^ bit
+        if lost and not any(each.get(key, 0) & bit for each in self.masks for key, _ in lost):
+            del self.place[engine_hash]
+            self.shared.pop(engine_hash, None)
+        return lost
 
     def forget_waiting(self, engine_hash: int, tier: Tier) -> int:
         """A block that waited is gone from ``tier``: 1, or 0 when it did not wait there."""
@@ -92,7 +127,10 @@ class Claims:
         self._pool = pool
         self._names = NameTable()
         self._recent: OrderedDict[int, bytes] = OrderedDict()
-        self._pending: dict[tuple[int, int], int] = {}  # (lane, hash) → tiers as bits
+        # Ordered: a plain dict walks over all that left before it finds its oldest entry.
+        self._pending: OrderedDict[tuple[int, int], int] = (
+            OrderedDict()
+        )  # (lane, hash) → tiers as bits
         self._lane_of_group: dict[int, int] = {}
         self._windows = {
             i: _Windows(lane.units) for i, lane in enumerate(pool.lanes) if lane.units > 1
@@ -101,10 +139,10 @@ class Claims:
         self._follows: dict[int, dict[int, int]] = {}  # lane → hash → the one after it
         self._twins: dict[tuple[int, int], int] = {}  # (lane, hash) → how often beyond once
         self._counts_twins = pool.layout.engine == "vllm"
-        self._chain_lane = next((i for i in pool.required if pool.lanes[i].span is None), 0)
         self._report = True  # the request at hand may only repeat a hit: see `_twin`
         self._names_max = directory.limits.holders_per_publisher_max
-        self._dense = False  # this engine keeps every windowed block, not only the tails
+        self._reports = False  # it was seen to report a hit in full
+        self._group = 0  # of the event before: a request announces its groups in their order
         self._full = False  # a limit refused a block: its children are no orphans to repair
         self.touched = False
 
@@ -124,6 +162,9 @@ class Claims:
         if lane is None:
             return
         self.touched = True
+        if (event.group or 0) <= self._group:
+            self._report = True  # the next request
+        self._group = event.group or 0
         if self._pool.lanes[lane].span is not None:
             self._stored_window(lane, event, applied)
         elif not event.tokens:
@@ -147,7 +188,11 @@ class Claims:
         directory, slot, tier = self._directory, self._slot, event.tier
         names = self._names
         anchored = bool(self._windows or self._pending)
-        again = self._again(event, event.parent is None and self._report)
+        report = event.parent is None and self._report
+        report = report and all(directory.holds_in(slot, lane, tier, key) for key in keys)
+        if report and len(keys) > 1 and not self._pool.windowed:
+            self._reported()
+        again = self._again(event, report and self._reports)
         before = event.parent
         for engine_hash, key in zip(event.hashes, keys, strict=True):
             if again and directory.holds_in(slot, lane, tier, key):
@@ -218,7 +263,7 @@ class Claims:
         place = (lane, engine_hash)
         self._pending[place] = self._pending.pop(place, 0) | 1 << tier
         if len(self._pending) > PENDING_MAX:
-            del self._pending[next(iter(self._pending))]
+            self._pending.popitem(last=False)
             applied.refused += 1
 
     def _named(self, engine_hash: int, key: bytes, applied: Applied) -> None:
@@ -237,21 +282,19 @@ class Claims:
         contiguous = 0 < blocks == len(event.hashes)
         wanted = self._pool.lanes[lane].group.window_blocks() or 0
         self._follows.pop(lane, None)
-        if contiguous and blocks > wanted:
-            # An engine that keeps only window tails never lists a whole range, except when it is
-            # asked to report a hit in full: then it lists blocks that do not exist (vLLM 0.32,
-            # `BlockPool.emit_cached_block_events`), always from position 0.
-            if event.parent is not None:
-                self._dense = True
-            elif not self._dense and self._known(event.hashes):
-                self._report = True
-                applied.reannounced += 1
-                return
         windows = self._windows.get(lane)
-        report = contiguous and event.parent is None
-        if lane < self._chain_lane:
+        report = contiguous and event.parent is None and self._report
+        report = report and self._held(lane, event, wanted)
+        if report and blocks > wanted:
+            # Nothing was stored: a request computes from position 0 only what it could not resume.
+            # The blocks before the window may not exist (vLLM 0.32, `emit_cached_block_events`).
+            self._reported()
+            applied.reannounced += 1
+        if event.parent is None:
             self._report = report
-        again = self._again(event, report)
+        if report and blocks > wanted:
+            return
+        again = self._again(event, report and self._reports)
         if windows is None:
             for engine_hash in event.hashes:
                 key = self._names.get(engine_hash) if again else None
@@ -274,11 +317,29 @@ class Claims:
             if key is not None:
                 self._assemble(lane, windows, engine_hash, key, applied)
         while len(windows.before) > PENDING_MAX:
-            del windows.before[next(iter(windows.before))]
+            windows.before.popitem(last=False)
             applied.refused += 1
 
-    def _known(self, hashes: tuple[int, ...]) -> bool:
-        return any(engine_hash in self._names for engine_hash in hashes)
+    def _held(self, lane: int, event: BlockStored, wanted: int) -> bool:
+        """Are the last ``wanted`` blocks of an event of a windowed group held already?"""
+        windows = self._windows.get(lane)
+        for engine_hash in event.hashes[-wanted:]:
+            if windows is not None:
+                held = windows.holds(engine_hash, event.tier)
+            else:
+                key = self._names.get(engine_hash)
+                held = key is not None and self._directory.holds_in(
+                    self._slot, lane, event.tier, key
+                )
+            if not held:
+                return False
+        return True
+
+    def _reported(self) -> None:
+        """This engine was asked to report hits in full: what was unsure may have been one."""
+        if not self._reports:
+            self._reports = True
+            self._twins.clear()
 
     def _assemble(
         self, lane: int, windows: _Windows, anchor: int, key: bytes, applied: Applied
@@ -288,14 +349,13 @@ class Claims:
         for unit in range(windows.full.bit_length()):
             if engine_hash is None or engine_hash not in windows.before:
                 return
-            place = windows.place.get(engine_hash)
-            if place is not None and place != (key, unit):
-                return  # belongs to another window: this one has a hole
             if len(windows.place) >= self._names_max * windows.full.bit_length():
                 applied.refused += 1
                 return
-            before, tiers = windows.before.pop(engine_hash)
-            windows.place[engine_hash] = (key, unit)
+            before, tiers = windows.before[engine_hash]
+            if not windows.file(engine_hash, key, unit):
+                return
+            del windows.before[engine_hash]
             for tier in Tier:
                 if tiers & 1 << tier:
                     masks = windows.masks[tier]
@@ -365,25 +425,15 @@ class Claims:
     def _drop_unit(self, lane: int, tier: Tier, windows: _Windows, engine_hash: int) -> int:
         if tier is Tier.HBM and self._one_less((lane, engine_hash)):
             return 1
-        waited = windows.forget_waiting(engine_hash, tier)
-        key, unit = windows.place.get(engine_hash, (b"", 0))
-        masks = windows.masks[tier]
-        mask = masks.get(key, 0)
-        if not mask & 1 << unit:
-            return waited
-        if mask == windows.full:
-            self._directory.clear(self._slot, lane, tier, key)
-        mask &= ~(1 << unit)
-        if mask:
-            masks[key] = mask
-        else:
-            del masks[key]
-        if not any(m.get(key, 0) & 1 << unit for m in windows.masks):
-            del windows.place[engine_hash]
-        name = self._names.get(engine_hash)
+        dropped = windows.forget_waiting(engine_hash, tier)
+        for key, whole in windows.drop(engine_hash, tier):
+            dropped = 1
+            if whole:
+                self._directory.clear(self._slot, lane, tier, key)
+        name = self._names.get(engine_hash) if dropped else None
         if name is not None:
             self._forget(engine_hash, name)
-        return 1
+        return dropped
 
     def _forget(self, engine_hash: int, key: bytes) -> None:
         """Drop a name that nothing uses any more, but remember it for a while as a parent."""

@@ -337,6 +337,8 @@ class Assembly:
                 if p.worker not in self.layout_errors
             },
         }
+        if self.log.error:
+            problems["decision_log"] = {"file": self.log.error}
         for status in self.feed.status():
             if status.error:
                 problems["feed"][str(status.publisher)] = status.error

@@ -5,15 +5,18 @@ No token ids and no text are kept, only counts, names and prices.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
 from kvatlas.core.router import Decision, Plan
 from kvatlas.errors import ConfigError
 from kvatlas.service.steer import Outcome
+
+log = logging.getLogger(__name__)
 
 
 class Entry(msgspec.Struct):
@@ -27,21 +30,26 @@ class Entry(msgspec.Struct):
 
 
 class DecisionLog:
-    """The last ``entries_max`` decisions; each is appended to ``path`` once it has ended."""
+    """The last ``entries_max`` decisions; each is appended to ``path`` once it has ended.
+
+    ``error`` says why nothing is written any more: a full disk must not fail requests.
+    """
 
     def __init__(self, entries_max: int, path: str = "") -> None:
         """Raises ConfigError when ``path`` cannot be written."""
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._entries_max = entries_max
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
+        self.error = ""
         if path:
             try:
-                self._file = Path(path).open("ab")  # noqa: SIM115 - open for the life of the log
+                self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - open for long
             except OSError as error:
                 raise ConfigError(f"router.decision_log: {path}: {error.strerror}") from error
 
     def decided(self, decision: Decision, confidence: dict[str, float] | None = None) -> Entry:
         """Keep a decision; the oldest one goes when there are too many."""
+        self._entries.pop(decision.id, None)  # an id used before: this is the newest all the same
         entry = self._entries[decision.id] = Entry(decision, confidence=confidence or {})
         if len(self._entries) > self._entries_max:
             self._entries.popitem(last=False)
@@ -50,8 +58,14 @@ class DecisionLog:
     def ended(self, entry: Entry, outcome: Outcome) -> None:
         """Complete an entry and write it out."""
         entry.outcome = outcome
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write(msgspec.json.encode(entry) + b"\n")
+        except OSError as error:
+            self.error = f"{self._file.name}: nothing is written any more: {error.strerror}"
+            log.error("decision log: %s", self.error)
+            self.close()
 
     def get(self, request_id: str) -> Entry | None:
         """The entry of a request id, while it is kept."""
@@ -62,7 +76,7 @@ class DecisionLog:
         return self._entries[next(reversed(self._entries))] if self._entries else None
 
     def close(self) -> None:
-        """Flush and close the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
