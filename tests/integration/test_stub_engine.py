@@ -289,6 +289,7 @@ async def test_leaving_frees_what_the_request_held() -> None:
         ("/v1/completions", b'{"prompt', 400, "not valid JSON"),
         ("/v1/completions", b"\xff\xfe", 400, "not valid JSON"),
         ("/v1/completions", b"[1]", 400, "JSON object"),
+        ("/v1/completions", b"[" * 100_000, 400, "not valid JSON"),
         ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "`other` does not exist"),
         ("/v1/chat/completions", {"messages": [], "model": "other"}, 404, "does not exist"),
         ("/v1/completions", {}, 400, "prompt"),

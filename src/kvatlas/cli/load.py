@@ -16,7 +16,7 @@ from rich.table import Table
 from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
 from kvatlas.report.table import latency_table, seconds, slo_text
-from kvatlas.service.load import LoadPlan, LoadResult, run_load
+from kvatlas.service.load import LoadPlan, LoadResult, check, run_load
 from kvatlas.workload.trace import BLOCK_TOKENS, VOCAB_SIZE, TraceRequest, read
 
 _EPILOG = """\
@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         block_tokens=args.block_tokens,
         vocab_size=args.vocab_size,
     )
+    check(plan)
     if args.requests is not None and args.requests < 1:
         raise ConfigError(f"--requests {args.requests}: at least 1 is needed")
     total = sum(1 for _ in _chosen(args))  # also finds faults of the file before anything is sent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import signal
 from pathlib import Path
 
@@ -159,6 +160,8 @@ def _blocks(args: argparse.Namespace, layout: Layout) -> int:
     if args.pool_blocks is not None:
         return int(args.pool_blocks)
     if args.pool_gib is not None:
+        if not math.isfinite(args.pool_gib):
+            raise ConfigError(f"--pool-gib {args.pool_gib:g}: a number is needed")
         return pool_blocks(layout, int(args.pool_gib * (1 << 30)))
     tokens = args.pool_tokens if args.pool_tokens is not None else 1 << 20
     return Pool(layout, 1, step_tokens=STEP_TOKENS).peak_blocks(tokens)

@@ -350,7 +350,7 @@ def parse_object(body: bytes) -> dict[str, object]:
     """Raises RequestError unless ``body`` is one JSON object."""
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise RequestError(f"the body is not valid JSON: {problem}") from problem
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object")

@@ -153,6 +153,8 @@ class StubCluster:
         for first, each in ((options.port, 1), (options.events_port, 2)):
             if not 0 <= first <= 65_536 - each * options.count:
                 raise ConfigError(f"port {first}: no room for {options.count} engines above it")
+        if options.natural_output_tokens < 1:
+            raise ConfigError(f"answers of {options.natural_output_tokens} tokens: give 1 or more")
         options.spec.check(options.layout)
         tokenizer = make_tokenizer()  # may raise: before there is anything to close
         self._context = zmq.asyncio.Context()

@@ -8,6 +8,7 @@ back, the wait is in its figures and is also reported on its own (``start_lag_s`
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -119,7 +120,7 @@ async def run_load(
     Raises ConfigError for a plan that cannot work and EngineError when the target does not answer
     at all. What goes wrong with single requests is counted, never raised.
     """
-    _check(plan)
+    check(plan)
     try:
         origin = origin_of(plan.target)
     except ValueError as error:
@@ -157,9 +158,19 @@ async def run_load(
     )
 
 
-def _check(plan: LoadPlan) -> None:
-    if plan.time_scale < 0:
+def check(plan: LoadPlan) -> None:
+    """Raises ConfigError for a plan that cannot work, before anything is read or sent."""
+    if not 0 <= plan.time_scale < math.inf:
         raise ConfigError(f"time scale {plan.time_scale:g}: 0 (all at once) or more is needed")
+    if not 0 < plan.timeout_s < math.inf:
+        raise ConfigError(f"timeout {plan.timeout_s:g} s: more than 0 is needed")
+    for name, limit_s in (("TTFT", plan.slo.ttft_s), ("TPOT", plan.slo.tpot_s)):
+        if limit_s is not None and not 0 < limit_s < math.inf:
+            raise ConfigError(f"SLO of {limit_s:g} s on {name}: more than 0 is needed")
+    if plan.block_tokens < 1:
+        raise ConfigError(f"{plan.block_tokens} tokens per hash id: at least 1 is needed")
+    if plan.vocab_size < 2:
+        raise ConfigError(f"vocabulary of {plan.vocab_size}: at least 2 ids are needed")
     if plan.max_output_tokens < 1:
         raise ConfigError(f"max output {plan.max_output_tokens}: at least 1 token is needed")
     if plan.max_in_flight < 1:

@@ -35,6 +35,8 @@ from kvatlas.workload.protocol import (
     Rejected,
 )
 
+BLOCKS_MAX = 1 << 26  # of one pool; each takes memory here too
+
 
 class EngineSpec(msgspec.Struct, frozen=True):
     """All parameters of one engine.
@@ -73,6 +75,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
         for field, bound in least.items():
             if getattr(self, field) < bound:
                 raise ConfigError(f"{field} is {getattr(self, field)}: give at least {bound}")
+        if self.blocks > BLOCKS_MAX:
+            raise ConfigError(f"blocks is {self.blocks}: give at most {BLOCKS_MAX}")
         for field in ("weight_bytes", "step_overhead_s", "time_scale"):
             if not 0 <= getattr(self, field) < float("inf"):
                 raise ConfigError(f"{field} is {getattr(self, field)}: give a number from 0 up")
