@@ -17,6 +17,7 @@ from kvatlas.core.layout import Component, Layout, Rule
 from kvatlas.errors import LayoutError
 from kvatlas.workload import seed_003
 from kvatlas.workload.models import known_models, load_layout
+from kvatlas.workload.proofs import load_proofs, minimal_shown
 
 _EPILOG = """\
 examples:
@@ -148,6 +149,8 @@ def report(
         "bytes_per_token": layout.bytes_per_token(),
         "page_bytes_per_token": layout.page_bytes_per_token(),
         "resume_point_bytes": layout.resume_point_bytes(),
+        "minimal_resume_point_bytes": layout.resume_point_bytes(minimal=True),
+        "minimal_shown_on": _shown_on(layout),
         "resume_grid_tokens": layout.grid_tokens,
         "tensor_parallel": layout.tensor_parallel,
         "components": [
@@ -186,6 +189,12 @@ def report(
     }
 
 
+def _shown_on(layout: Layout) -> list[str]:
+    """Where a resume from the minimal point was shown to be exact; elsewhere it does not count."""
+    found = [p.about for p in load_proofs() if minimal_shown(layout, p.about, [p])]
+    return [f"{about.engine} {about.version}, {about.device}" for about in found]
+
+
 def _indexes(layout: Layout) -> list[list[int]]:
     """The numbers that vLLM gives the groups; one engine's only, and Flash's are not Pro's."""
     numbers = iter(range(sum(g.copies for g in layout.groups)))
@@ -216,6 +225,9 @@ def _print(
     console.print()
     console.print(_sums(layout, contexts, spans))
     console.print()
+    if layout.has_minimal():
+        shown = "; ".join(_shown_on(layout)) or "nowhere yet"
+        console.print(Text(f"exact from what a resume reads alone: shown on {shown}"))
     rule = _TENSOR_PARALLEL.get(layout.tensor_parallel, "not known")
     console.print(Text(f"tensor parallel: {rule}"))
     console.print(Text("groups in events, by kind, block and window:"))
@@ -246,6 +258,8 @@ def _sums(layout: Layout, contexts: tuple[int, ...], spans: list[tuple[int, int]
     sums.add_row("bytes per token", f"{layout.bytes_per_token():,.2f}")
     sums.add_row("  as pages", f"{layout.page_bytes_per_token():,.2f}")
     sums.add_row("bytes per resume point", f"{layout.resume_point_bytes():,}")
+    if layout.has_minimal():
+        sums.add_row("  of which a resume reads", f"{layout.resume_point_bytes(minimal=True):,}")
     sums.add_row("resume grid, tokens", f"{layout.grid_tokens:,}")
     for n in contexts:
         sums.add_row(f"to resume at {n:,}", f"{layout.resume_bytes(n):,} bytes")

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kvatlas.cli import exactness
 from kvatlas.connectors.vllm_cpu import VLLM, installed
 from kvatlas.connectors.vllm_direct import DirectVllm
 from kvatlas.errors import ConfigError
@@ -31,6 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_predictions(commands)
+    exactness.add_parser(commands)
 
 
 def _add_predictions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -40,6 +40,10 @@ class Component(msgspec.Struct, frozen=True):
     announces it nowhere, so that its presence is believed and not known (SGLang's windows).
     ``pool`` is the engine's own name of where it lies, "" where it has none (vLLM keeps all in
     one block pool and tells groups apart by index).
+
+    ``least_blocks``: of a window, the last blocks that a resume on the grid really reads, where
+    the engine keeps more; None where all of them are read, or nobody knows. It holds only where
+    that was shown on the engine itself (`kvatlas.workload.proofs`).
     """
 
     name: str
@@ -51,11 +55,15 @@ class Component(msgspec.Struct, frozen=True):
     window_tokens: int = 0
     group: str = ""
     pool: str = ""
+    least_blocks: int | None = None
 
-    def window_blocks(self) -> int | None:
-        """Blocks that must end at a resume position; None: all of them."""
+    def window_blocks(self, *, minimal: bool = False) -> int | None:
+        """Blocks that must end at a resume position; None: all of them. ``minimal``: those that
+        a resume on the grid reads."""
         if self.rule is Rule.CHAIN:
             return None
+        if minimal and self.least_blocks is not None:
+            return self.least_blocks
         return _window_blocks(self.window_tokens, self.block_tokens)
 
     def exact_block_bytes(self) -> float:
@@ -169,9 +177,30 @@ class Layout(msgspec.Struct, frozen=True):
             c.stored_block_bytes / c.block_tokens for c in self.components if c.rule is Rule.CHAIN
         )
 
-    def resume_point_bytes(self) -> int:
-        """Fixed bytes of one resume position on the grid, as the engine stores them."""
-        return self._window_bytes(None)
+    def resume_point_bytes(self, *, minimal: bool = False) -> int:
+        """Fixed bytes of one resume position on the grid, as the engine stores them.
+
+        ``minimal``: only those blocks that a resume reads. Only where exactness was shown with
+        them may they be all that is stored or moved (`kvatlas.workload.proofs`).
+        """
+        return self._window_bytes(None, minimal=minimal)
+
+    def has_minimal(self) -> bool:
+        """Whether a resume is thought to read less than the engine keeps."""
+        return any(c.least_blocks is not None for c in self.components)
+
+    def state_digest(self) -> str:
+        """Hex digest of what the parts are and which of their blocks a resume reads.
+
+        Not of how many layers carry them: what was shown with a small model of a family holds for
+        its large ones in the same engine.
+        """
+        parts = [
+            (c.name, c.rule, c.block_tokens, c.window_tokens, c.least_blocks)
+            for c in self.components
+        ]
+        state = msgspec.json.encode((self.engine, self.kv_dtype, self.grid_tokens, parts))
+        return hashlib.sha256(b"kvatlas.state.1\0" + state).hexdigest()[:16]
 
     def asked_blocks(self, tokens: int) -> int:
         """Full grid blocks of a prompt that matter for a resume: one token must be computed, so
@@ -216,18 +245,18 @@ class Layout(msgspec.Struct, frozen=True):
         parts = [c for c in self.components if c.group == name]
         return sum(units * c.stored_block_bytes for c in parts) // group.copies
 
-    def _window_bytes(self, tokens: int | None) -> int:
+    def _window_bytes(self, tokens: int | None, *, minimal: bool = False) -> int:
         """Stored bytes of all windows that end at ``tokens``; None: far from the beginning."""
         total = 0
         for c in self.components:
             if c.rule is Rule.WINDOW:
-                total += _fitting_blocks(c, tokens) * c.stored_block_bytes
+                total += _fitting_blocks(c, tokens, minimal=minimal) * c.stored_block_bytes
         return total
 
 
-def _fitting_blocks(part: Component, tokens: int | None) -> int:
+def _fitting_blocks(part: Component, tokens: int | None, *, minimal: bool = False) -> int:
     """Blocks of a window that ends at ``tokens``: no more than there are before it."""
-    blocks = _window_blocks(part.window_tokens, part.block_tokens)
+    blocks = part.window_blocks(minimal=minimal) or 0
     return blocks if tokens is None else min(blocks, -(-tokens // part.block_tokens))
 
 
@@ -238,7 +267,8 @@ def drafted(layout: Layout) -> Layout:
     `KVCacheCoordinator`); where it can, this promises a block less than there is.
     """
     groups = tuple(msgspec.structs.replace(g, lookahead=1) for g in layout.groups)
-    return msgspec.structs.replace(layout, groups=groups)
+    parts = tuple(msgspec.structs.replace(c, least_blocks=None) for c in layout.components)
+    return msgspec.structs.replace(layout, groups=groups, components=parts)
 
 
 def plain(block_tokens: int, *, model: str = "", engine: str = "") -> Layout:

@@ -227,11 +227,13 @@ def _window(
     align: int,
     group: str = "",
     rows_kept: int | None = None,
+    least: int | None = None,
     rule: Rule = Rule.WINDOW,
 ) -> Component:
     """A part of which only the last ``window`` tokens count; one row per token of a block.
 
-    ``rows_kept`` is for a ring that keeps fewer rows than its block has tokens.
+    ``rows_kept`` is for a ring that keeps fewer rows than its block has tokens; ``least``: the
+    blocks that a resume on the grid reads.
     """
     return Component(
         name=name,
@@ -242,6 +244,7 @@ def _window(
         exact_bytes_per_token=float(layers * row),
         window_tokens=window,
         group=group,
+        least_blocks=least,
     )
 
 
@@ -250,6 +253,9 @@ def _vllm(shape: Shape, rows: Rows, page: int) -> tuple[tuple[Component, ...], t
     align = rows.vllm_align
     swa, csa_block, hca_block = _VLLM_SWA_BLOCK, _VLLM_STATE_BLOCK[CSA], _VLLM_STATE_BLOCK[HCA]
     csa_window = 2 * CSA  # an entry also takes the other half of the four rows before its own
+    # At a multiple of 128 no row is pending: of the four rows of the last entry one half is read,
+    # of the ratio-128 rows nothing. A draft resumes between such multiples.
+    csa_least, hca_least = (None, None) if shape.drafts else (1, 0)
     parts = [
         *_chain(shape, rows, page, (align, align), "global"),
         _window(
@@ -266,6 +272,7 @@ def _vllm(shape: Shape, rows: Rows, page: int) -> tuple[tuple[Component, ...], t
                 block=csa_block,
                 align=align,
                 group="c4_state",
+                least=csa_least,
             )
         )
     parts.append(
@@ -277,6 +284,7 @@ def _vllm(shape: Shape, rows: Rows, page: int) -> tuple[tuple[Component, ...], t
             block=hca_block,
             align=align,
             group="c128_state",
+            least=hca_least,
         )
     )
     parts += _draft(shape, rows, block=swa, align=align, group="swa")

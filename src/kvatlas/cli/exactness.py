@@ -1,0 +1,186 @@
+"""``kvatlas validate exactness``: does an engine with cached state answer as one without?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvatlas.connectors.vllm_cpu import VLLM, installed
+from kvatlas.errors import ConfigError
+from kvatlas.validate.exactness import FAULTS, Finding
+from kvatlas.validate.exactness_vllm import Report, cases, run, subject
+from kvatlas.workload.proofs import add_proof
+
+SHIM = Path("tests/engines/vllm_v4_shim")
+
+_EPILOG = f"""\
+examples:
+  kvatlas validate exactness --engine vllm --model gqa
+  kvatlas validate exactness --engine vllm --model swa --positions 99,100,101 --json
+  kvatlas validate exactness --engine vllm --model v4 --engine-path {SHIM} --record proofs.json
+  kvatlas validate exactness --engine vllm --model .demo/SmolLM2-135M-Instruct --positions 200
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``kvatlas validate exactness`` and its options."""
+    parser = commands.add_parser(
+        "exactness",
+        help="tokens and logprobs with and without cached state, and with planted faults",
+        description="Computes greedy answers from nothing, and again from cached state: the "
+        "engine's own, state loaded by a fresh process, and the minimal resume point. Every bit of "
+        "their logprobs must agree. Then each part of the state is left out, zeroed, damaged and "
+        "swapped alone, and the answer must differ.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--engine", choices=("vllm",), default="vllm", help="default: vllm")
+    parser.add_argument(
+        "--model", required=True, metavar="MODEL", help="gqa, swa, v4, or a model's directory"
+    )
+    parser.add_argument(
+        "--positions",
+        type=_lengths,
+        default=(),
+        metavar="N,...",
+        help="prompt lengths; each resumes at the last grid position before its end (default: every"
+        " kind: around blocks, windows and 128, shorter than a block, exactly on the grid)",
+    )
+    parser.add_argument("--no-faults", action="store_true", help="only what must be the same")
+    parser.add_argument(
+        "--one-process",
+        action="store_true",
+        help="load where it was computed: quicker, proves less, and records nothing",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument(
+        "--record", type=Path, help="add what was shown of the minimal resume point to this file"
+    )
+    parser.add_argument(
+        "--venv",
+        type=Path,
+        default=Path(".venv-vllm"),
+        help=f"virtual environment with {VLLM} (default: .venv-vllm)",
+    )
+    parser.add_argument(
+        "--engine-path",
+        type=Path,
+        action="append",
+        default=[],
+        help="directory for the engine's PYTHONPATH; may be repeated",
+    )
+    parser.set_defaults(run=run_exactness)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: numbers with commas are wanted") from None
+    if not all(2 <= n <= 1 << 16 for n in found):
+        raise argparse.ArgumentTypeError("prompt lengths must be between 2 and 65536")
+    return found
+
+
+def run_exactness(args: argparse.Namespace) -> int:
+    """Exit status 0 where every case went as expected, 1 otherwise."""
+    with tempfile.TemporaryDirectory() as folder:
+        what = subject(args.model, Path(folder))
+        if what.layout.has_minimal() and not args.engine_path:
+            raise ConfigError(
+                "vLLM's CPU build runs DeepSeek V4 only with the test shim of kvatlas's own tests:"
+                f" --engine-path {SHIM}"
+            )
+        if not installed(args.venv):
+            raise ConfigError(
+                f"{args.venv} has no {VLLM}: run python -m kvatlas.connectors.vllm_cpu {args.venv}"
+                " MODEL_DIR"
+            )
+        report = run(
+            what,
+            cases(what, args.positions, faults=not args.no_faults),
+            venv=args.venv,
+            engine_path=args.engine_path,
+            seed=args.seed,
+            scratch=Path(folder),
+            fresh=not args.one_process,
+        )
+    data = msgspec.json.format(msgspec.json.encode(report))
+    if args.out:
+        args.out.write_bytes(data + b"\n")
+    if args.json:
+        sys.stdout.write(data.decode() + "\n")
+    else:
+        show(report, Console(highlight=False))
+    if args.record:
+        proof = report.proof()
+        if proof is None:
+            print("nothing recorded: this run proves no minimal resume point", file=sys.stderr)
+        else:
+            add_proof(args.record, proof)
+    return 0 if report.ok() else 1
+
+
+def show(report: Report, console: Console) -> None:
+    """The report for a reader: what was the same, what each fault did, and what went wrong."""
+    runtime = report.runtime
+    console.print(
+        Text(
+            f"{report.model} on {runtime.engine} {runtime.version}, {runtime.device}, seed"
+            f" {report.seed}: {report.decode_tokens} greedy tokens each, "
+            + ("state loaded by a fresh process" if report.fresh else "one process")
+        )
+    )
+    good = [f for f in report.findings if f.case.fault is None]
+    same = Counter(f.case.way for f in good if f.ok)
+    tried = Counter(f.case.way for f in good)
+    for way, count in tried.items():
+        lengths = sorted({f.case.prompt_tokens for f in good if f.case.way == way})
+        console.print(
+            Text(f"  {way}: {same[way]} of {count} the same (prompts of {_listed(lengths)})")
+        )
+    if len(good) < len(report.findings):
+        console.print(_faults(report.findings))
+    for f in report.findings:
+        if not f.ok:
+            console.print(Text(f"  WRONG {f.case.name()}: {_told(f)}, cached {f.cached_tokens}"))
+    console.print(Text("as expected" if report.ok() else "NOT as expected"))
+
+
+def _faults(findings: list[Finding]) -> Table:
+    table = Table(
+        title="first token that differs, and how much a logprob changed there",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
+    for heading in ("part", "at", *FAULTS):
+        table.add_column(heading, justify="left" if heading == "part" else "right", no_wrap=True)
+    seen = {
+        (f.case.position, f.case.fault.part, f.case.fault.how): f for f in findings if f.case.fault
+    }
+    for position, part in dict.fromkeys(key[:2] for key in seen):
+        cells = [_told(seen[position, part, how]) for how in FAULTS]
+        table.add_row(part, str(position), *cells)
+    return table
+
+
+def _told(finding: Finding) -> str:
+    found = finding.difference
+    if found is None:
+        return "not read" if finding.case.expected == "unread" else "same"
+    return f"{found.at}: " + ("other" if found.logprob == float("inf") else f"{found.logprob:.2g}")
+
+
+def _listed(lengths: list[int]) -> str:
+    return ", ".join(str(n) for n in lengths)

@@ -1,0 +1,145 @@
+"""Runs inside vLLM's environment: greedy answers with their logprobs, one request at a time.
+
+``vllm_greedy.py JOB RESULTS``: reads the JSON file JOB and appends JSON lines to RESULTS: what
+computes here, then one line per finished run. The job holds ``model`` (a directory), ``settings``
+(arguments of ``LLM``), ``store`` and ``parts`` (see `vllm_probe`), ``seed_weights`` (make up
+weights), ``tokens`` to decode, ``logprobs`` per token, ``reference`` (lines of an earlier process,
+by id) and ``runs``: objects with ``id``, ``prompt`` (a list of ids), ``params`` (the probe's
+wishes), ``forget`` (drop the engine's own prefix cache first), and ``like`` (the id of a run that
+this one is compared with; "" for none). A run ends at its first difference.
+
+One process, one thread, no compilation: the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+PROBE = "kvatlas_vllm_probe"
+
+
+def seed_weights() -> None:
+    """Random weights that tell prompts apart; vLLM's own dummies are all but zero."""
+    import torch  # noqa: PLC0415  (only the engine's environment has it)
+    from vllm.model_executor.model_loader import dummy_loader  # noqa: PLC0415
+
+    source = torch.Generator().manual_seed(0)
+
+    def initialize(tensor: Any, *_: Any, **__: Any) -> None:
+        noise = torch.randn(tensor.shape, generator=source)
+        wide = tensor.dim() > 1
+        tensor.data.copy_(noise * tensor.shape[-1] ** -0.5 if wide else 1 + noise / 10)
+
+    dummy_loader.initialize_single_dummy_weight = initialize
+
+
+def start(job: dict[str, Any]) -> Any:
+    """The engine, in this process, with the probe as its connector."""
+    from vllm import LLM  # noqa: PLC0415
+
+    if job["seed_weights"]:
+        seed_weights()
+    spec = importlib.util.spec_from_file_location(PROBE, Path(__file__).with_name("vllm_probe.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[PROBE] = module  # the engine imports it by this name
+    spec.loader.exec_module(module)
+    return LLM(
+        job["model"],
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        disable_log_stats=True,
+        seed=0,
+        kv_transfer_config={
+            "kv_connector": "ProbeConnector",
+            "kv_connector_module_path": PROBE,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"store": job["store"], "parts": job["parts"]},
+        },
+        **job["settings"],
+    )
+
+
+def answer(
+    llm: Any, run: dict[str, Any], job: dict[str, Any], like: dict[str, Any] | None
+) -> dict[str, Any]:
+    """One run's result; it is cut at the first token or logprob that differs from ``like``."""
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=job["tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=job["logprobs"],
+        extra_args={"kv_transfer_params": run["params"]} if run["params"] else None,
+    )
+    engine = llm.llm_engine
+    began = time.perf_counter()
+    engine.add_request(run["id"], {"prompt_token_ids": run["prompt"]}, params)
+    result: dict[str, Any] = {"id": run["id"], "tokens": [], "logprobs": [], "cached_tokens": 0}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            told = output.outputs[0]
+            new = range(len(result["tokens"]), len(told.token_ids))
+            result["cached_tokens"] = output.num_cached_tokens
+            result["tokens"] += [int(told.token_ids[i]) for i in new]
+            result["logprobs"] += [
+                [[token, entry.logprob] for token, entry in sorted(told.logprobs[i].items())]
+                for i in new
+            ]
+            if like is not None and any(
+                result[what] != like[what][: len(result["tokens"])]
+                for what in ("tokens", "logprobs")
+            ):
+                engine.abort_request([output.request_id])
+    result["seconds"] = round(time.perf_counter() - began, 3)
+    return result
+
+
+def about() -> dict[str, str]:
+    """What computes here; the device as its kernels are chosen."""
+    import torch  # noqa: PLC0415
+
+    return {
+        "version": version("vllm-cpu"),
+        "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
+        "torch": version("torch"),
+    }
+
+
+def main(job_path: str, results_path: str) -> None:
+    """All runs of a job, in their order."""
+    os.environ.update(ENVIRONMENT)
+    job = json.loads(Path(job_path).read_text("utf-8"))
+    llm = start(job)
+    known: dict[str, dict[str, Any]] = dict(job["reference"])
+    with Path(results_path).open("a", encoding="utf-8") as results:
+        results.write(json.dumps(about()) + "\n")
+        for run in job["runs"]:
+            if run["forget"] and not llm.reset_prefix_cache():
+                raise RuntimeError("the engine would not drop its prefix cache")
+            known[run["id"]] = answer(llm, run, job, known.get(run["like"]))
+            results.write(json.dumps(known[run["id"]]) + "\n")
+            results.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

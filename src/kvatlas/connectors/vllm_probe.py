@@ -1,0 +1,242 @@
+"""A KV connector that saves and loads state exactly as told, faults included: a test tool.
+
+Loaded by vLLM 0.32 alone, inside the engine (`vllm_greedy` registers it); nothing else imports it.
+A request's ``kv_transfer_params`` say what to do with its state:
+
+* ``{"save": [[record, position], ...]}``: when the request has computed exactly ``position``
+  tokens, everything that a resume there needs goes into the file ``record`` of the store;
+* ``{"load": record, "at": position}``: the request resumes at ``position`` from that file.
+  ``"minimal": true`` loads each part's ``least_blocks`` and zeroes the rest. ``"fault"`` is
+  ``[part, how, other record]``: ``omit``, ``zero`` or ``swap`` (with the same part of the other
+  record) in all layers, or ``flip`` of one bit in each byte of one block of one layer.
+
+``parts`` in the connector's settings describe the model's state (see `kvatlas.core.layout`). A
+layer is recognised by kind, window, block tokens and page bytes, never by the index of its group;
+a layer that fits no part, or two, ends the engine. Before a load all blocks that it is about are
+filled with a pattern: a pool in use is never empty, and what a load leaves out must be wrong.
+
+All decisions are the scheduler's side; the worker's side copies blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+PATTERN = 0x3C  # as bf16, fp32 or e4m3 an ordinary number, and no zero
+FLIPPED_BIT = 0x08  # in each byte: the lowest bit of an exponent, somewhere in every number
+
+
+@dataclass
+class Copies(KVConnectorMetadata):  # type: ignore[misc]
+    """What the worker does in one step. Block = (layer name, block id), key = (layer, index)."""
+
+    fill: list[tuple[str, int, int]] = field(default_factory=list)  # layer, block id, byte
+    load: list[tuple[str, int, str, int]] = field(default_factory=list)  # ..., record, index
+    flip: list[tuple[str, int]] = field(default_factory=list)
+    save: dict[str, list[tuple[str, int, int]]] = field(default_factory=dict)  # layer, id, index
+
+
+@dataclass
+class Part:
+    """One component of the layout, and the layers of this model that carry it: (group, layer)."""
+
+    name: str
+    block_tokens: int
+    blocks: int | None
+    least_blocks: int | None
+    layers: list[tuple[int, str]] = field(default_factory=list)
+
+    def needed(self, position: int, minimal: bool) -> range:
+        """Indexes of the blocks that a resume at ``position`` loads."""
+        end = position // self.block_tokens
+        blocks = self.least_blocks if minimal else self.blocks
+        return range(0 if blocks is None else max(0, end - blocks), end)
+
+
+@dataclass
+class Tracked:
+    """A request between its first step and its end."""
+
+    wishes: dict[str, Any]
+    ids: list[list[int]]
+    unfilled: set[tuple[str, int]] = field(default_factory=set)
+
+
+class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """See the module. Settings: ``store`` (a directory) and ``parts``."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = self._kv_transfer_config.kv_connector_extra_config
+        self._store = Path(settings["store"])
+        self._tracked: dict[str, Tracked] = {}
+        self._wishes: dict[str, dict[str, Any]] = {}
+        self._caches: dict[str, torch.Tensor] = {}
+        if role.name == "SCHEDULER":  # the worker's specs carry no windows
+            self._parts = recognise(settings["parts"], kv_cache_config.kv_cache_groups)
+            self._grid = math.lcm(*(p.block_tokens for p in self._parts))
+
+    # the scheduler's side
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Tokens up to the wished position; raises ValueError where nobody can resume there."""
+        wishes = request.kv_transfer_params or {}
+        if "load" not in wishes:
+            return 0, False
+        position = wishes["at"]
+        if position % self._grid or not 0 < position < request.num_tokens:
+            raise ValueError(f"cannot resume at {position} of {request.num_tokens} tokens")
+        return max(0, position - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        wishes = dict(request.kv_transfer_params or {})
+        wishes["external"] = num_external_tokens
+        self._wishes[request.request_id] = wishes
+
+    def build_connector_meta(self, scheduler_output: Any) -> Copies:
+        """This step's copies: loads of requests that begin, and what reaches a wished position."""
+        copies = Copies()
+        scheduled = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            wishes = self._wishes.pop(new.req_id)
+            tracked = Tracked(wishes, [list(ids) for ids in new.block_ids])
+            self._tracked[new.req_id] = tracked
+            if wishes["external"]:
+                self._plan_load(tracked, new.num_computed_tokens, copies)
+            self._plan_save(tracked, new.num_computed_tokens + scheduled[new.req_id], copies)
+        cached = scheduler_output.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            raise RuntimeError("a probed request was preempted: give the engine more blocks")
+        for i, request_id in enumerate(cached.req_ids):
+            tracked = self._tracked[request_id]
+            for ids, more in zip(tracked.ids, cached.new_block_ids[i] or (), strict=False):
+                ids.extend(more)
+            computed = cached.num_computed_tokens[i] + scheduled[request_id]
+            self._plan_save(tracked, computed, copies)
+        return copies
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._tracked.pop(request.request_id, None)
+        return False, None
+
+    def _plan_load(self, tracked: Tracked, position: int, copies: Copies) -> None:
+        wishes = tracked.wishes
+        local = position - wishes["external"]
+        name, how, other = wishes.get("fault") or ("", "", "")
+        for part in self._parts:
+            first = local // part.block_tokens
+            whole = [i for i in part.needed(position, False) if i >= first]
+            wanted = [i for i in part.needed(position, wishes.get("minimal", False)) if i >= first]
+            fault = how if part.name == name else ""
+            record = other if fault == "swap" else wishes["load"]
+            for group, layer in part.layers:
+                blocks = [(i, tracked.ids[group][i]) for i in whole]
+                if not all(block for _, block in blocks):
+                    raise RuntimeError(
+                        f"{layer}: the engine gave no block for a part that it needs"
+                    )
+                copies.fill += [(layer, block, PATTERN) for _, block in blocks]
+                kept = [(i, block) for i, block in blocks if i in wanted]
+                if fault in ("", "swap", "flip"):
+                    copies.load += [(layer, block, record, i) for i, block in kept]
+                elif fault == "zero":
+                    copies.fill += [(layer, block, 0) for _, block in kept]
+                rest = [(i, block) for i, block in blocks if i not in wanted]
+                copies.fill += [(layer, block, 0) for _, block in rest]
+                tracked.unfilled |= {(layer, i) for i, _ in rest}
+            if fault == "flip" and wanted:
+                group, layer = part.layers[0]
+                index = wanted[0] if part.blocks is None else wanted[-1]
+                copies.flip.append((layer, tracked.ids[group][index]))
+
+    def _plan_save(self, tracked: Tracked, computed: int, copies: Copies) -> None:
+        for record, position in tracked.wishes.get("save", ()):
+            if position != computed:
+                continue
+            copies.save[record] = [
+                (layer, tracked.ids[group][i], i)
+                for part in self._parts
+                for group, layer in part.layers
+                for i in part.needed(position, False)
+                if (layer, i) not in tracked.unfilled
+            ]
+
+    # the worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._caches = kv_caches
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Fills, loads and flips, in that order, before the step computes anything."""
+        copies: Copies = self._get_connector_metadata()
+        for layer, block, byte in copies.fill:
+            self._write(layer, block, torch.full_like(self._read(layer, block), byte))
+        records: dict[str, dict[str, torch.Tensor]] = {}
+        for layer, block, record, index in copies.load:
+            if record not in records:
+                records[record] = torch.load(self._store / record, weights_only=True)
+            self._write(layer, block, records[record][f"{layer}/{index}"])
+        for layer, block in copies.flip:
+            self._write(layer, block, self._read(layer, block) ^ FLIPPED_BIT)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        copies: Copies = self._get_connector_metadata()
+        for record, blocks in copies.save.items():
+            held = {f"{layer}/{index}": self._read(layer, block) for layer, block, index in blocks}
+            torch.save(held, self._store / record)
+
+    def _read(self, layer: str, block: int) -> torch.Tensor:
+        """A copy of one block of one layer, as bytes."""
+        return self._caches[layer][block].clone().contiguous().view(torch.uint8).flatten()
+
+    def _write(self, layer: str, block: int, data: torch.Tensor) -> None:
+        target = self._caches[layer][block]
+        target.copy_(data.view(target.dtype).view(target.shape))
+
+
+def recognise(described: list[dict[str, Any]], groups: Any) -> list[Part]:
+    """The parts with the layers that carry them; raises ValueError where a layer does not fit."""
+    parts = [Part(p["name"], p["block_tokens"], p["blocks"], p["least_blocks"]) for p in described]
+    for index, group in enumerate(groups):
+        whole = group.kv_cache_spec
+        window = get_kv_cache_spec_sliding_window(whole)
+        for layer in group.layer_names:
+            spec = getattr(whole, "kv_cache_specs", {}).get(layer, whole)
+            kind = get_kv_cache_spec_kind(spec).value
+            seen = (window, spec.block_size, spec.page_size_bytes)
+            fitting = [
+                part
+                for part, p in zip(parts, described, strict=True)
+                if p["kind"] in (kind, "*")
+                and seen == (p["window_tokens"], p["block_tokens"], p["page_bytes"])
+            ]
+            if len(fitting) != 1:
+                raise ValueError(f"{layer} ({kind}, {seen}) fits {len(fitting)} parts: {described}")
+            fitting[0].layers.append((index, layer))
+    missing = [part.name for part in parts if not part.layers]
+    if missing:
+        raise ValueError(f"no layer carries {', '.join(missing)}")
+    return parts
