@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from kvatlas.core.layout import Component, Layout, Rule, round_up
+from kvatlas.workload.proofs import Proof, Runtime
 
 DECODE_TOKENS = 132  # a wrong ratio-128 entry shows only when its 128 tokens are complete
 FAULTS = ("omit", "zero", "flip", "swap")
@@ -88,6 +89,45 @@ class Finding(msgspec.Struct, frozen=True):
     decoded: int
     difference: Difference | None
     ok: bool
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All that was tried and found; ``fresh``: state was loaded by another process."""
+
+    model: str
+    runtime: Runtime
+    torch: str
+    state: str
+    seed: int
+    date: str
+    fresh: bool
+    decode_tokens: int
+    findings: list[Finding]
+
+    def ok(self) -> bool:
+        """Whether every case went as expected."""
+        return bool(self.findings) and all(f.ok for f in self.findings)
+
+    def proof(self) -> Proof | None:
+        """What this run shows of the minimal resume point; None where it shows nothing.
+
+        It needs a fresh process, minimal resumes, and faults that were noticed.
+        """
+        minimal = sum(f.case.way in ("minimal", "again", "second") for f in self.findings)
+        noticed = sum(f.case.expected == "different" for f in self.findings)
+        if not (self.ok() and self.fresh and minimal and noticed):
+            return None
+        return Proof(
+            runtime=self.runtime.digest(),
+            state=self.state,
+            about=self.runtime,
+            model=self.model,
+            seed=self.seed,
+            date=self.date,
+            same=sum(f.case.expected == "same" for f in self.findings),
+            minimal=minimal,
+            noticed=noticed,
+        )
 
 
 def difference(reference: Answer, seen: Answer) -> Difference | None:
@@ -175,9 +215,9 @@ def good_cases(layout: Layout, lengths: Sequence[int]) -> list[Case]:
         if position:
             ways.append("load")
             if layout.has_minimal():
-                ways += ["minimal", "again"]
-                if position > grid:
-                    ways.append("second")
+                ways.append("minimal")
+                if n in (middle_length(layout), max(lengths)):
+                    ways += ["again", "second"] if position > grid else ["again"]
         cases += [Case(n, position, way) for way in ways]
     return cases
 

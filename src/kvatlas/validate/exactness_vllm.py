@@ -6,12 +6,9 @@ it. Both run `kvatlas.connectors.vllm_greedy` with the Python of vLLM's virtual 
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +17,15 @@ import msgspec
 from kvatlas.connectors import vllm_greedy
 from kvatlas.core.families import mla
 from kvatlas.core.layout import Layout
-from kvatlas.errors import ConfigError, EngineError
+from kvatlas.errors import ConfigError
+from kvatlas.validate.answering import Child, today
 from kvatlas.validate.exactness import (
     DECODE_TOKENS,
     LONG_MARGIN_TOKENS,
     Answer,
     Case,
     Finding,
+    Report,
     bad_cases,
     good_cases,
     judge,
@@ -35,11 +34,9 @@ from kvatlas.validate.exactness import (
 )
 from kvatlas.validate.tiny import TINY, tiny
 from kvatlas.workload.models import load_config, load_layout
-from kvatlas.workload.proofs import Proof, Runtime
 
 LOGPROBS = 20
 POOL_BYTES = 256 << 20
-JOB_S = 3600.0
 _OTHER = 1  # added to the seed: the prompt whose state is swapped in
 
 _MLA = (
@@ -60,51 +57,6 @@ class Subject(msgspec.Struct, frozen=True):
     layout: Layout
     made_up: bool
     top_k_tokens: int = 0
-
-
-class Report(msgspec.Struct, frozen=True):
-    """All that was tried and found; ``fresh``: state was loaded by another process."""
-
-    model: str
-    runtime: Runtime
-    torch: str
-    state: str
-    seed: int
-    date: str
-    fresh: bool
-    decode_tokens: int
-    findings: list[Finding]
-
-    def ok(self) -> bool:
-        """Whether every case went as expected."""
-        return bool(self.findings) and all(f.ok for f in self.findings)
-
-    def proof(self) -> Proof | None:
-        """What this run shows of the minimal resume point; None where it shows nothing.
-
-        It needs a fresh process, minimal resumes, and faults that were noticed.
-        """
-        minimal = sum(f.case.way in ("minimal", "again", "second") for f in self.findings)
-        noticed = sum(f.case.expected == "different" for f in self.findings)
-        if not (self.ok() and self.fresh and minimal and noticed):
-            return None
-        return Proof(
-            runtime=self.runtime.digest(),
-            state=self.state,
-            about=self.runtime,
-            model=self.model,
-            seed=self.seed,
-            date=self.date,
-            same=sum(f.case.expected == "same" for f in self.findings),
-            minimal=minimal,
-            noticed=noticed,
-        )
-
-
-class _About(msgspec.Struct, frozen=True):
-    version: str
-    device: str
-    torch: str
 
 
 def subject(model: str, scratch: Path) -> Subject:
@@ -166,30 +118,30 @@ def run(
 
     Raises `EngineError` with the end of the engine's log where a process fails.
     """
-    engine = _Engine(what, venv, list(engine_path), scratch)
+    child = Child(vllm_greedy.__file__, venv, engine_path, scratch)
+    memory = Path("/dev/shm")
+    store = Path(tempfile.mkdtemp(prefix="kvatlas-exact-", dir=memory if memory.is_dir() else None))
     written, read = _runs(what.layout, wanted, seed)
     try:
         if fresh:
-            answers = engine.run(written, {})
-            answers |= engine.run(read, answers)
+            answers = child.run(_job(what, store, written, {}))
+            answers |= child.run(_job(what, store, read, answers)) if read else {}
         else:
-            answers = engine.run([*written, *read], {})
+            answers = child.run(_job(what, store, [*written, *read], {}))
     finally:
-        shutil.rmtree(engine.store, ignore_errors=True)
+        shutil.rmtree(store, ignore_errors=True)
     findings = []
     for case in wanted:
         reference = answers[Case(case.prompt_tokens, 0, "cold").name()]
         findings.append(judge(case, reference, answers[case.name()]))
         told(findings[-1])
-    about = engine.about
-    assert about is not None
     return Report(
         model=what.name,
-        runtime=Runtime("vllm", about.version, about.device),
-        torch=about.torch,
+        runtime=child.runtime("vllm"),
+        torch=child.torch(),
         state=what.layout.state_digest(),
         seed=seed,
-        date=datetime.now(UTC).date().isoformat(),
+        date=today(),
         fresh=fresh,
         decode_tokens=DECODE_TOKENS,
         findings=findings,
@@ -246,73 +198,34 @@ def _runs(
     return written, read
 
 
-class _Engine:
-    """Starts processes of `vllm_greedy` and collects what they write."""
-
-    def __init__(self, what: Subject, venv: Path, engine_path: list[Path], scratch: Path) -> None:
-        self._what = what
-        self._python = venv.absolute() / "bin" / "python"
-        self._scratch = scratch
-        self._env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-        if engine_path:
-            self._env["PYTHONPATH"] = os.pathsep.join(str(p.absolute()) for p in engine_path)
-        memory = Path("/dev/shm")
-        self.store = Path(
-            tempfile.mkdtemp(prefix="kvatlas-exact-", dir=memory if memory.is_dir() else None)
-        )
-        self.about: _About | None = None
-
-    def run(self, runs: list[dict[str, Any]], known: dict[str, Answer]) -> dict[str, Answer]:
-        job, results, log = (self._scratch / name for name in ("job.json", "results", "vllm.log"))
-        results.unlink(missing_ok=True)
-        job.write_bytes(msgspec.json.encode(self._job(runs, known)))
-        command = [str(self._python), vllm_greedy.__file__, str(job), str(results)]
-        with log.open("wb") as output:
-            try:
-                done = subprocess.run(
-                    command,
-                    env=self._env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    timeout=JOB_S,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired as error:
-                raise EngineError(f"vLLM was not done after {JOB_S:.0f} s") from error
-        if done.returncode:
-            end = log.read_text("utf-8", "replace")[-3000:]
-            raise EngineError(f"vLLM ended with status {done.returncode}. Its last words:\n{end}")
-        first, *lines = results.read_bytes().splitlines()
-        self.about = msgspec.json.decode(first, type=_About)
-        answers = [msgspec.json.decode(line, type=Answer) for line in lines]
-        return {answer.id: answer for answer in answers}
-
-    def _job(self, runs: list[dict[str, Any]], known: dict[str, Answer]) -> dict[str, Any]:
-        layout, made_up = self._what.layout, self._what.made_up
-        settings: dict[str, Any] = {
-            "kv_cache_memory_bytes": POOL_BYTES,
-            # Steps of one grid block: a resume cuts the rest of the prompt as the reference does.
-            "max_num_batched_tokens": layout.grid_tokens,
-            "max_num_seqs": 1,
-            "max_model_len": max(len(r["prompt"]) for r in runs) + DECODE_TOKENS,
-        }
-        if made_up:
-            settings["load_format"] = "dummy"
-        v4 = layout.tensor_parallel == "replicated"  # vLLM chooses its blocks itself
-        if not v4:
-            settings["block_size"] = layout.grid_tokens
-        return {
-            "model": str(self._what.folder.absolute()),
-            "settings": settings,
-            "seed_weights": made_up and not v4,  # V4's come from the shim
-            "store": str(self.store),
-            "parts": parts(layout),
-            "tokens": DECODE_TOKENS,
-            "logprobs": LOGPROBS,
-            "reference": known,
-            "runs": runs,
-        }
+def _job(
+    what: Subject, store: Path, runs: list[dict[str, Any]], known: dict[str, Answer]
+) -> dict[str, Any]:
+    """What `vllm_greedy` reads."""
+    layout = what.layout
+    settings: dict[str, Any] = {
+        "kv_cache_memory_bytes": POOL_BYTES,
+        # Steps of one grid block: a resume cuts the rest of the prompt as the reference does.
+        "max_num_batched_tokens": layout.grid_tokens,
+        "max_num_seqs": 1,
+        "max_model_len": max(len(r["prompt"]) for r in runs) + DECODE_TOKENS,
+    }
+    if what.made_up:
+        settings["load_format"] = "dummy"
+    v4 = layout.tensor_parallel == "replicated"  # vLLM chooses its blocks itself
+    if not v4:
+        settings["block_size"] = layout.grid_tokens
+    return {
+        "model": str(what.folder.absolute()),
+        "settings": settings,
+        "seed_weights": what.made_up and not v4,  # V4's come from the shim
+        "store": str(store),
+        "parts": parts(layout),
+        "tokens": DECODE_TOKENS,
+        "logprobs": LOGPROBS,
+        "reference": known,
+        "runs": runs,
+    }
 
 
 def parts(layout: Layout) -> list[dict[str, Any]]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from kvatlas.connectors.vllm_direct import Answered, Asked, DirectVllm
+from kvatlas.connectors.vllm_direct import Answered, Asked
 from kvatlas.core.claims import Applied
 from kvatlas.core.directory import Directory
 from kvatlas.core.keys import PUBLIC, Keyring, Scope
@@ -31,6 +31,20 @@ from kvatlas.validate.tiny import Tiny
 _PUBLISHER = Publisher("vllm")
 _FINGERPRINT = b"one engine, one fingerprint".ljust(32, b"\0")
 _TICK = Asked(prompt=[5], output_tokens=1)  # too short to be cached: only makes the engine step
+
+
+class Engine(Protocol):
+    """What plays the requests: `vllm_direct.DirectVllm`, or the engine model (in tests)."""
+
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """A new life, with an empty cache."""
+
+    def generate(self, requests: Sequence[Asked]) -> tuple[list[Answered], list[tuple[int, bytes]]]:
+        """Answers in order, and all batches of events published meanwhile."""
+        ...
+
+    def clear(self) -> None:
+        """Empties the prefix cache."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -115,7 +129,7 @@ class Observer:
 class Play:
     """One sequence on one engine; ``folder`` holds the model's config."""
 
-    def __init__(self, engine: DirectVllm, model: Tiny, folder: Path, number: int) -> None:
+    def __init__(self, engine: Engine, model: Tiny, folder: Path, number: int) -> None:
         self._engine = engine
         self._model = model
         self._number = number

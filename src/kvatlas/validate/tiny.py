@@ -85,11 +85,11 @@ TINY = (
     Tiny(
         name="v4",
         block_tokens=None,
-        blocks=600,
+        blocks=330,
         step_tokens=512,
         retentions=(0, 0, None, 256, 0),
         sequence_requests=20,
-        shape=Shape(256, (200, 900), 1100, (1, 1, 2, 4, 12), (128, 64, 4)),
+        shape=Shape(256, (270, 900), 1100, (1, 1, 2, 3, 8), (128, 64, 4)),
     ),
 )
 
