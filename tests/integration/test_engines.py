@@ -12,7 +12,7 @@ from stub_publisher import BLOCK, StubPublisher, block_tokens, stored
 
 from kvatlas.config import WorkerConfig
 from kvatlas.core import layout, sequence
-from kvatlas.core.directory import Directory
+from kvatlas.core.directory import Directory, Limits
 from kvatlas.core.keys import Keyring
 from kvatlas.core.records import Publisher
 from kvatlas.errors import ConfigError
@@ -262,6 +262,51 @@ async def test_an_engine_without_events_says_so_and_still_serves(house: House) -
         assert quiet.up
         assert quiet.error == ""
         assert house.feed.status() == []
+
+
+async def test_an_engine_that_ends_its_events_is_believed_no_more(house: House) -> None:
+    async with StubHttp() as http, StubPublisher() as rank0:
+        vllm(http, rank0)
+        house.engines.add(WorkerConfig("w1", http.url))
+        await rank0.subscribed()
+        rank0.publish(stored("AB", 2))
+        await house.until(lambda: house.ask("AB") == {"w1": 2})
+        http.set("/kv_event_sources", {})
+        await house.until(lambda: house.ask("AB") == {})
+        await house.until(lambda: not house.feed.status())
+        vllm(http, rank0)
+        await house.until(lambda: len(house.feed.status()) == 1)
+
+
+async def test_figures_that_are_none_are_not_believed(house: House) -> None:
+    async with StubHttp() as http, StubPublisher() as rank0:
+        vllm(http, rank0)
+        many = "\n".join(
+            f'vllm:num_requests_{what}{{engine="{rank}"}} {value}'
+            for what, rank, value in (
+                ("running", "0", "1e308"),
+                ("waiting", "0", "NaN"),
+                ("running", "²", "3"),
+                ("waiting", "9" * 5000, "4"),
+            )
+        )
+        http.set("/metrics", many)
+        source = {"endpoint": rank0.endpoint, "replay_endpoint": rank0.replay}
+        ranks = ("0", "²", "-1", "1024", "9" * 5000, "")
+        http.set("/kv_event_sources", dict.fromkeys(ranks, source))
+        worker = house.engines.add(WorkerConfig("w1", http.url))
+        await house.until(lambda: worker.up)
+        assert worker.publishers() == [Publisher("w1")]
+        assert worker.loads == {0: Load(running=3, waiting=4)}
+
+
+async def test_ranks_that_do_not_fit_leave_nothing_behind(house: House) -> None:
+    house.directory.limits = Limits(publishers_max=1)
+    async with StubHttp() as http, StubPublisher() as rank0, StubPublisher() as rank1:
+        vllm(http, rank0, rank1)
+        worker = house.engines.add(WorkerConfig("w1", http.url))
+        await house.until(lambda: "asking it failed" in worker.error)
+        assert house.directory.publishers() == []
 
 
 async def test_a_new_port_and_another_model_are_noticed(house: House) -> None:

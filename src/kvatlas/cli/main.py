@@ -45,8 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    args = build_parser().parse_args(argv)
     try:
+        args = build_parser().parse_args(argv)  # imports every command: the longest part of most
         return int(args.run(args))
     except KvatlasError as error:
         print(f"kvatlas: {error}", file=sys.stderr)

@@ -251,6 +251,7 @@ class _Watch:
         try:
             self._listener.described(worker)
         except Exception:
+            self.forget([p for p in worker.publishers() if p not in old])
             worker.description = before  # so that it is told again at the next look
             raise
         self.forget([publisher for publisher in old if publisher not in worker.publishers()])
@@ -258,8 +259,13 @@ class _Watch:
             self._restarted("its own account of its start changed")
         elif before is not None and _lost_cache(before, told):
             self._dropped("what it serves is not what it was")
-        for rank, source in told.sources:
-            self._feed.add(Publisher(worker.name, rank), source)
+        followed = {Publisher(worker.name, rank): source for rank, source in told.sources}
+        for publisher in old:
+            if publisher not in followed:
+                self._feed.dropped(publisher, "it publishes no events any more")
+                self._feed.remove(publisher)
+        for publisher, source in followed.items():
+            self._feed.add(publisher, source)
 
     def forget(self, publishers: list[Publisher]) -> None:
         """Give up publishers and their claims."""

@@ -6,7 +6,6 @@ vLLM 0.32 tells where its KV events are (`GET /kv_event_sources`), SGLang 0.5.23
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,6 +19,8 @@ from kvatlas.service.feed import Source
 from kvatlas.service.http_client import HttpClient, Response
 
 ANSWER_BYTES_MAX = 8 << 20
+RANKS_MAX = 1024  # of one engine
+_FIGURE_MAX = 1e15  # no gauge or counter of an engine gets there: what is above, or NaN, is noise
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 
 
@@ -157,7 +158,7 @@ def _at(endpoint: str, url: str, rank: int) -> str:
 
 def _shift(endpoint: str, rank: int) -> str:
     host, port = _host_port(endpoint)
-    if not rank or not endpoint.startswith("tcp://") or not port.isdigit():
+    if not rank or not endpoint.startswith("tcp://") or _count(port) < 0:
         return endpoint
     return f"tcp://{host}:{int(port) + rank}"
 
@@ -193,7 +194,7 @@ def _vllm(version: Any, told: Any, metrics: str, worker: WorkerConfig) -> Descri
     sources: list[tuple[int, Source]] = []
     for rank, config in told.items() if isinstance(told, dict) else ():
         endpoint = config.get("endpoint") if isinstance(config, dict) else None
-        if isinstance(endpoint, str) and str(rank).isdigit():
+        if isinstance(endpoint, str) and 0 <= _count(str(rank)) < RANKS_MAX:
             replay = config.get("replay_endpoint")
             replay = replay if isinstance(replay, str) else ""
             sources.append((int(rank), source_of(worker.url, endpoint, replay)))
@@ -201,7 +202,7 @@ def _vllm(version: Any, told: Any, metrics: str, worker: WorkerConfig) -> Descri
     return Description(
         engine=worker.engine,
         version=text if isinstance(text, str) else "",
-        block_tokens=int(number) if number.isdigit() else 0,
+        block_tokens=max(0, _count(number)),
         kv_dtype=facts.get("cache_dtype", ""),
         sources=_sources(worker, sources),
         facts=tuple(sorted(facts.items())),
@@ -218,7 +219,7 @@ def _sglang(info: Mapping[str, Any], worker: WorkerConfig) -> Description:
         host, port = told.get("endpoint_host"), told.get("endpoint_port_base")
         replay_port = told.get("replay_endpoint_port_base")
         ranks = told.get("dp_size", 1)
-        if isinstance(port, int) and isinstance(ranks, int) and 0 < ranks <= 1024:
+        if isinstance(port, int) and isinstance(ranks, int) and 0 < ranks <= RANKS_MAX:
             replay = f"tcp://*:{replay_port}" if isinstance(replay_port, int) else ""
             endpoint = f"tcp://{host}:{port}"
             sources = [(r, source_of(worker.url, endpoint, replay, r)) for r in range(ranks)]
@@ -261,7 +262,7 @@ def _sglang_loads(answer: Any) -> dict[int, Load]:
         if isinstance(row, dict):
             values = [row.get(name, -1) for name in ("dp_rank", "num_running_reqs")]
             values += [row.get(name, -1) for name in ("num_waiting_reqs", "token_usage")]
-            if all(isinstance(value, int | float) for value in values):
+            if all(isinstance(v, int | float) and abs(v) <= _FIGURE_MAX for v in values):
                 rank, running, waiting, usage = values
                 loads[int(rank)] = Load(int(running), int(waiting), float(usage))
     return loads
@@ -290,11 +291,11 @@ def _pulse(metrics: str) -> Pulse:
             value = float(text)
         except ValueError:
             continue
-        if not math.isfinite(value):
+        if not abs(value) <= _FIGURE_MAX:
             continue
         told = dict(_LABEL.findall(labels))
         rank_text = told.get("engine") or told.get("dp_rank") or "0"
-        rank = int(rank_text) if rank_text.isdigit() else 0
+        rank = max(0, _count(rank_text))
         kind = name.partition(":")[2]
         if kind in ("num_requests_running", "num_running_reqs"):
             running[rank] = max(running.get(rank, 0.0), value)
@@ -313,6 +314,11 @@ def _pulse(metrics: str) -> Pulse:
         for rank in sorted({*running, *waiting, *usage})
     }
     return Pulse(loads, asleep, started, work)
+
+
+def _count(text: str) -> int:
+    """A whole number as engines write them; -1 for anything else."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
 
 
 def _labels(metrics: str, name: str) -> dict[str, str]:
