@@ -34,7 +34,12 @@ _TICK = Asked(prompt=[5], output_tokens=1)  # too short to be cached: only makes
 
 
 class Engine(Protocol):
-    """What plays the requests: `vllm_direct.DirectVllm`, or the engine model (in tests)."""
+    """What plays the requests: `vllm_direct.DirectVllm`, or the engine model (in tests).
+
+    ``version`` names it, once it has begun.
+    """
+
+    version: str
 
     def begin(self, settings: Mapping[str, Any]) -> None:
         """A new life, with an empty cache."""
@@ -134,7 +139,7 @@ class Play:
         self._model = model
         self._number = number
         self._settings: dict[str, Any] = model.settings(number, folder)
-        self._observer = Observer(model.layout(folder))
+        self.observer = Observer(model.layout(folder))
         self._steps: Counter[str] = Counter()
         self._predicted: list[int] = []
         self._reported: list[int] = []
@@ -152,7 +157,7 @@ class Play:
             except StopIteration:
                 break
             outputs = self._step(step)
-        applied = msgspec.structs.asdict(self._observer.applied)
+        applied = msgspec.structs.asdict(self.observer.applied)
         return Outcome(
             sequence=self._number,
             retention=self._settings["prefix_cache_retention_interval"],
@@ -168,7 +173,7 @@ class Play:
             case Restart():
                 self._steps["restart"] += 1
                 self._engine.begin(self._settings)
-                self._observer.restarted()
+                self.observer.restarted()
                 return []
             case Clear():
                 # vLLM 0.32 tells of it with its next step: until then nobody can know.
@@ -183,9 +188,9 @@ class Play:
                 return [a.output for a in self._generate([_asked(r) for r in requests])]
 
     def _single(self, request: Request) -> list[int]:
-        keys = self._observer.keys(request)
-        tokens, chain = self._observer.expected(keys)
-        missing = self._observer.missing(keys)
+        keys = self.observer.keys(request)
+        tokens, chain = self.observer.expected(keys)
+        missing = self.observer.missing(keys)
         (answer,) = self._generate([_asked(request)])
         self._steps[request.kind] += 1
         if tokens != answer.cached_tokens:
@@ -205,7 +210,7 @@ class Play:
 
     def _generate(self, asked: Sequence[Asked]) -> list[Answered]:
         answers, batches = self._engine.generate(asked)
-        self._observer.hear(batches)
+        self.observer.hear(batches)
         return answers
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import msgspec
 
 from kvatlas import __version__
-from kvatlas.connectors.vllm_direct import DirectVllm
 from kvatlas.errors import ConfigError
-from kvatlas.validate.predictions import Outcome, Play
+from kvatlas.validate.predictions import Engine, Outcome, Play
 from kvatlas.validate.tiny import Tiny
 
 
@@ -92,7 +91,7 @@ def extend(
     *,
     seed: int,
     requests: int,
-    engine: DirectVllm,
+    engine: Engine,
     told: Callable[[Outcome], None],
 ) -> list[Outcome]:
     """Plays what ``path`` lacks of ``requests`` predicted requests, appending each sequence.

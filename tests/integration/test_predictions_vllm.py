@@ -1,0 +1,57 @@
+"""Random request sequences on real vLLM: the directory's predictions are what vLLM reports.
+
+The same as ``kvatlas validate predictions``, with a seed of its own, on the three kinds of state:
+plain attention, sliding windows, DeepSeek V4. Restarts and cache resets are part of the sequences.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from install import missing, venv_of
+
+from kvatlas.connectors.vllm_direct import DirectVllm
+from kvatlas.validate.predictions import Outcome
+from kvatlas.validate.results import Summary, extend, summary
+from kvatlas.validate.tiny import tiny
+
+pytestmark = pytest.mark.engine
+
+SEED = 2
+SHIM = Path(__file__).resolve().parents[1] / "engines" / "vllm_v4_shim"
+
+
+def play(name: str, requests: int, folder: Path) -> list[Outcome]:
+    if reason := missing("vllm"):
+        pytest.skip(reason)
+    path = [SHIM] if name == "v4" else []
+    log = folder / "vllm.log"
+    with DirectVllm(venv_of("vllm"), name="vllm", log=log, path=path) as engine:
+        return extend(
+            folder / "out.jsonl",
+            tiny(name),
+            seed=SEED,
+            requests=requests,
+            engine=engine,
+            told=lambda _: None,
+        )
+
+
+def check(outcomes: list[Outcome], requests: int) -> Summary:
+    total = summary(outcomes)
+    assert total.requests == requests
+    assert total.false_hits == 0
+    differences = [d for o in outcomes for d in o.differences]
+    assert total.exact == requests, differences[:5]
+    assert total.hits > requests // 3
+    assert total.applied["removed"] > requests // 5
+    assert not {"orphans", "undeclared", "malformed", "refused"} & set(total.applied)
+    return total
+
+
+@pytest.mark.parametrize(("name", "requests"), [("gqa", 500), ("swa", 500), ("v4", 40)])
+def test_every_prediction_is_what_vllm_reports(name: str, requests: int, tmp_path: Path) -> None:
+    total = check(play(name, requests, tmp_path), requests)
+    if requests == 500:
+        assert {"crowd", "clear", "restart", "junction"} <= set(total.steps)
