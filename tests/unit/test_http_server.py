@@ -355,6 +355,20 @@ async def test_drain_lets_requests_end_and_closes_connections(serve: Serve) -> N
     await busy.close()
 
 
+async def test_a_connection_opened_just_before_the_drain_is_answered(serve: Serve) -> None:
+    server = await serve(echo)
+    busy, fresh = await Raw.to(server), await Raw.to(server)
+    await busy.say(b"POST / HTTP/1.1\r\ncontent-length: 3\r\n\r\nab")
+    await eventually(lambda: len(server.connections) == 2)
+    await server.drain(0.02)
+    await fresh.say(b"POST / HTTP/1.1\r\ncontent-length: 2\r\n\r\nok")
+    status, headers, _ = await fresh.answer()
+    assert (status, headers["connection"]) == (200, "close")
+    assert await fresh.until_closed() == b""
+    await busy.close()
+    await fresh.close()
+
+
 async def test_small_writes_leave_at_once(serve: Serve) -> None:
     server = await serve(echo)
     raw = await Raw.to(server)

@@ -133,6 +133,7 @@ class _Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._answered = False
         self._upgrading = False
         self._discarding = False
         self._paused = False
@@ -191,7 +192,9 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def close_if_idle(self) -> None:
-        if not self.busy and not self._in_head and not self._body_bytes:
+        """A kept-alive connection between two requests; one that was just opened is heard."""
+        idle = not self.busy and not self._in_head and not self._body_bytes
+        if idle and self._answered:
             self.abort_after_flush()
 
     def check_deadlines(self, now: float) -> None:
@@ -389,6 +392,7 @@ class _Connection(asyncio.Protocol):
 
     def _finished(self, request: Request) -> None:
         self.task = self._reply = None
+        self._answered = True
         self.server.bodies_bytes -= len(request.body)
         if self._transport is None or self._transport.is_closing():
             return
