@@ -358,6 +358,12 @@ def test_undeclared_groups_are_counted_and_silence_their_publisher(v4: Directory
     assert (v4_ask(v4)[0].tokens, v4.muted()) == (48, [])
 
 
+def test_a_life_is_not_muted_for_what_the_one_before_said(v4: Directory) -> None:
+    odd = BlockStored((1,), None, ids(*range(8)), 8, group=7, kind="mamba")
+    assert v4.apply(W1, [odd, AllBlocksCleared(), *v4_events(50)]).undeclared == 1
+    assert (v4_ask(v4)[0].tokens, v4.muted()) == (48, [])
+
+
 def test_the_alias_of_a_last_block_is_no_claim_and_no_fault(v4: Directory) -> None:
     """vLLM 0.32 announces the end of a prompt once more at its finest block size."""
     alias = BlockStored((9,), None, ids(0, 1), 2, group=2, kind="mla_attention")

@@ -44,6 +44,24 @@ class TestLocal:
     ) -> None:
         assert ids(await local.prompt(CHAT, user(add_special_tokens=True)))[:2] == [0, 0]
 
+    @pytest.mark.parametrize(
+        "messages",
+        [
+            user()["messages"] * 5000,
+            [{"role": "user", "content": [{"type": "text", "text": "hello"}] * 5000}],
+        ],
+    )
+    async def test_a_chat_of_very_many_pieces_holds_nobody_up(
+        self, local: Tokenizer, messages: list[object]
+    ) -> None:
+        asked = asyncio.create_task(local.prompt(CHAT, {"messages": messages}))
+        turns = 0
+        while not asked.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert asked.result().reason == ""
+        assert turns > 2  # of others
+
     async def test_next_turn_begins_with_the_turn_before(self, local: Tokenizer) -> None:
         first = await local.prompt(CHAT, user(add_generation_prompt=False))
         longer = user()

@@ -186,8 +186,9 @@ class Directory:
             self.sweep(_SWEEP_PER_APPLY)
         for event in events:
             if isinstance(event, BlockStored):
+                undeclared = applied.undeclared
                 slot.claims.stored(event, applied)
-                if applied.undeclared:
+                if applied.undeclared > undeclared:
                     self._mute(slot)
             elif isinstance(event, BlockRemoved):
                 slot.claims.removed(event, applied)

@@ -34,6 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 Mode = Literal["local", "endpoint", "none"]
 _BATCH_MAX = 1024
+_QUICK_PIECES = 1000  # messages and parts that a template renders in a few milliseconds
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -209,11 +210,17 @@ class Tokenizer:
         if self._encoder is None or self._template is None:
             raise Unkeyable("no_tokenizer")
         if path == CHAT:
-            texts = [self._template.render(body, self._dialect)]
+            texts = [await self._render(self._template, body)]
         else:
             texts = _texts(path, body)
         special = add_special_tokens(path, body, self._dialect)
         return [await self._encode(self._encoder, text, special) for text in texts]
+
+    async def _render(self, template: ChatTemplate, body: Mapping[str, Any]) -> str:
+        if _pieces(body.get("messages")) <= _QUICK_PIECES:
+            return template.render(body, self._dialect)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, template.render, body, self._dialect)
 
     async def _encode(self, encoder: Encoder, text: str, special: bool) -> bytes:
         try:
@@ -271,6 +278,17 @@ class Tokenizer:
 
 def _answer(ids: list[bytes], source: Literal["local", "endpoint", "given"]) -> Prompt:
     return Prompt(tokens=ids[0], source=source, others=tuple(ids[1:]))
+
+
+def _pieces(messages: object) -> int:
+    """How many messages and parts of messages there are to render."""
+    if not isinstance(messages, list):
+        return 0
+    count = len(messages)
+    if count <= _QUICK_PIECES:
+        contents = (m.get("content") for m in messages if isinstance(m, dict))
+        count += sum(len(content) for content in contents if isinstance(content, list))
+    return count
 
 
 def _check(body: Mapping[str, Any]) -> None:
