@@ -25,6 +25,8 @@ from gateway_kit import (
     whole,
 )
 
+from kvatlas.connectors.child import free_ports
+
 CHAT = "/v1/chat/completions"
 
 
@@ -38,11 +40,12 @@ def toml(*urls: str, port: int = 0, more: str = "") -> str:
     return f"{workers}[gateway]\nport = {port}\n{more}"
 
 
-async def kvatlas(tmp_path: Path, text: str) -> asyncio.subprocess.Process:
+async def kvatlas(tmp_path: Path, text: str, shell: str = "") -> asyncio.subprocess.Process:
     path = tmp_path / "kvatlas.toml"
     path.write_text(text)
+    command = (sys.executable, "-m", "kvatlas", "serve", "--config", str(path))
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvatlas", "serve", "--config", str(path)),
+        *("sh", "-c", f'{shell}; exec "$@"', "sh", *command) if shell else command,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -139,6 +142,25 @@ async def readiness(port: int, status: int) -> None:
         while (seen := await ask(port, "/ready")).status != status:
             assert seen.status in (200, 503)
             await asyncio.sleep(0.01)
+
+
+async def test_files_enough_for_its_connections(tmp_path: Path) -> None:
+    """Else engines could not be reached once clients hold all files, and would be blamed."""
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
+    for shell, said in (("ulimit -Sn 100", b""), ("ulimit -n 100", b"only 100 files")):
+        process = await kvatlas(tmp_path, toml(url, more="max_connections = 60\n"), shell)
+        assert process.stdout is not None
+        async with asyncio.timeout(WAIT_S):
+            assert await process.stdout.readline()
+            limits = Path(f"/proc/{process.pid}/limits")
+            if limits.exists():
+                soft = re.search(r"Max open files +(\d+)", limits.read_text())
+                assert soft is not None
+                assert int(soft[1]) == (100 if said else 1144)
+            process.terminate()
+            _, err = await process.communicate()
+        assert process.returncode == 0
+        assert said in err if said else b"files" not in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
