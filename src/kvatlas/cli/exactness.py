@@ -15,8 +15,9 @@ from rich.text import Text
 
 from kvatlas.connectors.vllm_cpu import VLLM, installed
 from kvatlas.errors import ConfigError
-from kvatlas.validate.exactness import FAULTS, Finding
-from kvatlas.validate.exactness_vllm import Report, cases, run, subject
+from kvatlas.validate import exactness_transformers as transformers
+from kvatlas.validate.exactness import FAULTS, Finding, Report
+from kvatlas.validate.exactness_vllm import cases, run, subject
 from kvatlas.workload.proofs import add_proof
 
 SHIM = Path("tests/engines/vllm_v4_shim")
@@ -26,6 +27,7 @@ examples:
   kvatlas validate exactness --engine vllm --model gqa
   kvatlas validate exactness --engine vllm --model swa --positions 99,100,101 --json
   kvatlas validate exactness --engine vllm --model v4 --engine-path {SHIM} --record proofs.json
+  kvatlas validate exactness --engine transformers --model v4        a second opinion
   kvatlas validate exactness --engine vllm --model .demo/SmolLM2-135M-Instruct --positions 200
 """
 
@@ -42,9 +44,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--engine", choices=("vllm",), default="vllm", help="default: vllm")
     parser.add_argument(
-        "--model", required=True, metavar="MODEL", help="gqa, swa, v4, or a model's directory"
+        "--engine", choices=("vllm", "transformers"), default="vllm", help="default: vllm"
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="gqa, swa, v4 or a model's directory; with transformers v4 or mla",
     )
     parser.add_argument(
         "--positions",
@@ -94,27 +101,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def run_exactness(args: argparse.Namespace) -> int:
     """Exit status 0 where every case went as expected, 1 otherwise."""
-    with tempfile.TemporaryDirectory() as folder:
-        what = subject(args.model, Path(folder))
-        if what.layout.has_minimal() and not args.engine_path:
-            raise ConfigError(
-                "vLLM's CPU build runs DeepSeek V4 only with the test shim of kvatlas's own tests:"
-                f" --engine-path {SHIM}"
-            )
-        if not installed(args.venv):
-            raise ConfigError(
-                f"{args.venv} has no {VLLM}: run python -m kvatlas.connectors.vllm_cpu {args.venv}"
-                " MODEL_DIR"
-            )
-        report = run(
-            what,
-            cases(what, args.positions, faults=not args.no_faults),
-            venv=args.venv,
-            engine_path=args.engine_path,
-            seed=args.seed,
-            scratch=Path(folder),
-            fresh=not args.one_process,
-        )
+    report = _with_vllm(args) if args.engine == "vllm" else _with_transformers(args)
     data = msgspec.json.format(msgspec.json.encode(report))
     if args.out:
         args.out.write_bytes(data + b"\n")
@@ -131,6 +118,39 @@ def run_exactness(args: argparse.Namespace) -> int:
     return 0 if report.ok() else 1
 
 
+def _with_vllm(args: argparse.Namespace) -> Report:
+    with tempfile.TemporaryDirectory() as folder:
+        what = subject(args.model, Path(folder))
+        if what.layout.has_minimal() and not args.engine_path:
+            raise ConfigError(
+                "vLLM's CPU build runs DeepSeek V4 only with the test shim of kvatlas's own tests:"
+                f" --engine-path {SHIM}"
+            )
+        _require(args.venv)
+        return run(
+            what,
+            cases(what, args.positions, faults=not args.no_faults),
+            venv=args.venv,
+            engine_path=args.engine_path,
+            seed=args.seed,
+            scratch=Path(folder),
+            fresh=not args.one_process,
+        )
+
+
+def _with_transformers(args: argparse.Namespace) -> Report:
+    wanted = transformers.cases(args.model, args.positions, faults=not args.no_faults)
+    _require(args.venv)
+    return transformers.run(args.model, wanted, venv=args.venv, seed=args.seed)
+
+
+def _require(venv: Path) -> None:
+    if not installed(venv):
+        raise ConfigError(
+            f"{venv} has no {VLLM}: run python -m kvatlas.connectors.vllm_cpu {venv} MODEL_DIR"
+        )
+
+
 def show(report: Report, console: Console) -> None:
     """The report for a reader: what was the same, what each fault did, and what went wrong."""
     runtime = report.runtime
@@ -138,7 +158,7 @@ def show(report: Report, console: Console) -> None:
         Text(
             f"{report.model} on {runtime.engine} {runtime.version}, {runtime.device}, seed"
             f" {report.seed}: {report.decode_tokens} greedy tokens each, "
-            + ("state loaded by a fresh process" if report.fresh else "one process")
+            + ("state loaded by a fresh process" if report.fresh else "in one process")
         )
     )
     good = [f for f in report.findings if f.case.fault is None]
@@ -170,7 +190,8 @@ def _faults(findings: list[Finding]) -> Table:
         (f.case.position, f.case.fault.part, f.case.fault.how): f for f in findings if f.case.fault
     }
     for position, part in dict.fromkeys(key[:2] for key in seen):
-        cells = [_told(seen[position, part, how]) for how in FAULTS]
+        tried = [seen.get((position, part, how)) for how in FAULTS]
+        cells = [_told(finding) if finding else "" for finding in tried]
         table.add_row(part, str(position), *cells)
     return table
 

@@ -10,12 +10,14 @@ A request's ``kv_transfer_params`` say what to do with its state:
   ``[part, how, other record]``: ``omit``, ``zero`` or ``swap`` (with the same part of the other
   record) in all layers, or ``flip`` of one bit in each byte of one block of one layer.
 
-``parts`` in the connector's settings describe the model's state (see `kvatlas.core.layout`). A
-layer is recognised by kind, window, block tokens and page bytes, never by the index of its group;
-a layer that fits no part, or two, ends the engine. Before a load all blocks that it is about are
+``parts`` in the connector's settings describe the model's state (see `kvatlas.core.layout`). They
+are recognised by kind, window, block tokens and page bytes, never by the index of a group; what
+fits no part, or two, ends the engine. Before a load all blocks that it is about are
 filled with a pattern: a pool in use is never empty, and what a load leaves out must be wrong.
 
-All decisions are the scheduler's side; the worker's side copies blocks.
+All decisions are the scheduler's side, which knows groups and windows; the worker's side copies
+blocks, and knows what layers a group has, with their page sizes. A *place* is a part's blocks in
+one group: (part, index of the group).
 """
 
 from __future__ import annotations
@@ -37,25 +39,29 @@ PATTERN = 0x3C  # as bf16, fp32 or e4m3 an ordinary number, and no zero
 FLIPPED_BIT = 0x08  # in each byte: the lowest bit of an exponent, somewhere in every number
 
 
+Place = tuple[str, int]
+
+
 @dataclass
 class Copies(KVConnectorMetadata):  # type: ignore[misc]
-    """What the worker does in one step. Block = (layer name, block id), key = (layer, index)."""
+    """What the worker does in one step, by place and block id, in all layers of the place; flips
+    only in its first."""
 
-    fill: list[tuple[str, int, int]] = field(default_factory=list)  # layer, block id, byte
-    load: list[tuple[str, int, str, int]] = field(default_factory=list)  # ..., record, index
-    flip: list[tuple[str, int]] = field(default_factory=list)
-    save: dict[str, list[tuple[str, int, int]]] = field(default_factory=dict)  # layer, id, index
+    fill: list[tuple[Place, int, int]] = field(default_factory=list)  # ..., byte
+    load: list[tuple[Place, int, str, int]] = field(default_factory=list)  # ..., record, index
+    flip: list[tuple[Place, int]] = field(default_factory=list)
+    save: dict[str, list[tuple[Place, int, int]]] = field(default_factory=dict)  # ..., index
 
 
 @dataclass
 class Part:
-    """One component of the layout, and the layers of this model that carry it: (group, layer)."""
+    """One component of the layout, and the groups of this model that hold it."""
 
     name: str
     block_tokens: int
     blocks: int | None
     least_blocks: int | None
-    layers: list[tuple[int, str]] = field(default_factory=list)
+    groups: list[int]
 
     def needed(self, position: int, minimal: bool) -> range:
         """Indexes of the blocks that a resume at ``position`` loads."""
@@ -70,7 +76,7 @@ class Tracked:
 
     wishes: dict[str, Any]
     ids: list[list[int]]
-    unfilled: set[tuple[str, int]] = field(default_factory=set)
+    unfilled: set[tuple[Place, int]] = field(default_factory=set)
 
 
 class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -83,9 +89,12 @@ class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._tracked: dict[str, Tracked] = {}
         self._wishes: dict[str, dict[str, Any]] = {}
         self._caches: dict[str, torch.Tensor] = {}
-        if role.name == "SCHEDULER":  # the worker's specs carry no windows
-            self._parts = recognise(settings["parts"], kv_cache_config.kv_cache_groups)
+        groups = kv_cache_config.kv_cache_groups
+        if role.name == "SCHEDULER":
+            self._parts = parts_of(settings["parts"], groups)
             self._grid = math.lcm(*(p.block_tokens for p in self._parts))
+        else:
+            self._layers = layers_of(settings["parts"], groups)
 
     # the scheduler's side
 
@@ -144,36 +153,35 @@ class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             wanted = [i for i in part.needed(position, wishes.get("minimal", False)) if i >= first]
             fault = how if part.name == name else ""
             record = other if fault == "swap" else wishes["load"]
-            for group, layer in part.layers:
+            for group in part.groups:
+                place = (part.name, group)
                 blocks = [(i, tracked.ids[group][i]) for i in whole]
                 if not all(block for _, block in blocks):
-                    raise RuntimeError(
-                        f"{layer}: the engine gave no block for a part that it needs"
-                    )
-                copies.fill += [(layer, block, PATTERN) for _, block in blocks]
+                    raise RuntimeError(f"{place}: the engine gave no block for what it needs")
+                copies.fill += [(place, block, PATTERN) for _, block in blocks]
                 kept = [(i, block) for i, block in blocks if i in wanted]
                 if fault in ("", "swap", "flip"):
-                    copies.load += [(layer, block, record, i) for i, block in kept]
+                    copies.load += [(place, block, record, i) for i, block in kept]
                 elif fault == "zero":
-                    copies.fill += [(layer, block, 0) for _, block in kept]
+                    copies.fill += [(place, block, 0) for _, block in kept]
                 rest = [(i, block) for i, block in blocks if i not in wanted]
-                copies.fill += [(layer, block, 0) for _, block in rest]
-                tracked.unfilled |= {(layer, i) for i, _ in rest}
+                copies.fill += [(place, block, 0) for _, block in rest]
+                tracked.unfilled |= {(place, i) for i, _ in rest}
             if fault == "flip" and wanted:
-                group, layer = part.layers[0]
+                group = part.groups[0]
                 index = wanted[0] if part.blocks is None else wanted[-1]
-                copies.flip.append((layer, tracked.ids[group][index]))
+                copies.flip.append(((part.name, group), tracked.ids[group][index]))
 
     def _plan_save(self, tracked: Tracked, computed: int, copies: Copies) -> None:
         for record, position in tracked.wishes.get("save", ()):
             if position != computed:
                 continue
             copies.save[record] = [
-                (layer, tracked.ids[group][i], i)
+                ((part.name, group), tracked.ids[group][i], i)
                 for part in self._parts
-                for group, layer in part.layers
+                for group in part.groups
                 for i in part.needed(position, False)
-                if (layer, i) not in tracked.unfilled
+                if ((part.name, group), i) not in tracked.unfilled
             ]
 
     # the worker's side
@@ -184,14 +192,17 @@ class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Fills, loads and flips, in that order, before the step computes anything."""
         copies: Copies = self._get_connector_metadata()
-        for layer, block, byte in copies.fill:
-            self._write(layer, block, torch.full_like(self._read(layer, block), byte))
+        for place, block, byte in copies.fill:
+            for layer in self._layers[place]:
+                self._write(layer, block, torch.full_like(self._read(layer, block), byte))
         records: dict[str, dict[str, torch.Tensor]] = {}
-        for layer, block, record, index in copies.load:
+        for place, block, record, index in copies.load:
             if record not in records:
                 records[record] = torch.load(self._store / record, weights_only=True)
-            self._write(layer, block, records[record][f"{layer}/{index}"])
-        for layer, block in copies.flip:
+            for layer in self._layers[place]:
+                self._write(layer, block, records[record][f"{layer}/{index}"])
+        for place, block in copies.flip:
+            layer = self._layers[place][0]
             self._write(layer, block, self._read(layer, block) ^ FLIPPED_BIT)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -205,7 +216,11 @@ class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         copies: Copies = self._get_connector_metadata()
         for record, blocks in copies.save.items():
-            held = {f"{layer}/{index}": self._read(layer, block) for layer, block, index in blocks}
+            held = {
+                f"{layer}/{index}": self._read(layer, block)
+                for place, block, index in blocks
+                for layer in self._layers[place]
+            }
             torch.save(held, self._store / record)
 
     def _read(self, layer: str, block: int) -> torch.Tensor:
@@ -217,26 +232,46 @@ class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         target.copy_(data.view(target.dtype).view(target.shape))
 
 
-def recognise(described: list[dict[str, Any]], groups: Any) -> list[Part]:
-    """The parts with the layers that carry them; raises ValueError where a layer does not fit."""
-    parts = [Part(p["name"], p["block_tokens"], p["blocks"], p["least_blocks"]) for p in described]
+def parts_of(described: list[dict[str, Any]], groups: Any) -> list[Part]:
+    """The parts with the groups that hold them; raises ValueError where they do not fit."""
+    parts = []
+    for p in described:
+        indexes = [
+            index
+            for index, group in enumerate(groups)
+            if _fits(p, group.kv_cache_spec)
+            and p["window_tokens"] == get_kv_cache_spec_sliding_window(group.kv_cache_spec)
+        ]
+        if not indexes:
+            raise ValueError(f"no group holds {p}")
+        parts.append(Part(p["name"], p["block_tokens"], p["blocks"], p["least_blocks"], indexes))
+    missing = set(range(len(groups))) - {index for part in parts for index in part.groups}
+    if missing:
+        raise ValueError(f"groups {sorted(missing)} hold no part that is described")
+    return parts
+
+
+def layers_of(described: list[dict[str, Any]], groups: Any) -> dict[Place, list[str]]:
+    """The layers of each place; raises ValueError where one fits no part, or two."""
+    places: dict[Place, list[str]] = {}
     for index, group in enumerate(groups):
         whole = group.kv_cache_spec
-        window = get_kv_cache_spec_sliding_window(whole)
         for layer in group.layer_names:
             spec = getattr(whole, "kv_cache_specs", {}).get(layer, whole)
-            kind = get_kv_cache_spec_kind(spec).value
-            seen = (window, spec.block_size, spec.page_size_bytes)
+            # The specs of packed groups have lost their windows here; the rest still tells.
             fitting = [
-                part
-                for part, p in zip(parts, described, strict=True)
-                if p["kind"] in (kind, "*")
-                and seen == (p["window_tokens"], p["block_tokens"], p["page_bytes"])
+                p["name"]
+                for p in described
+                if _fits(p, spec) and p["page_bytes"] == spec.page_size_bytes
             ]
             if len(fitting) != 1:
-                raise ValueError(f"{layer} ({kind}, {seen}) fits {len(fitting)} parts: {described}")
-            fitting[0].layers.append((index, layer))
-    missing = [part.name for part in parts if not part.layers]
-    if missing:
-        raise ValueError(f"no layer carries {', '.join(missing)}")
-    return parts
+                raise ValueError(f"{layer} fits {fitting or 'no part'}: {spec}")
+            places.setdefault((fitting[0], index), []).append(layer)
+    return places
+
+
+def _fits(part: dict[str, Any], spec: Any) -> bool:
+    return (
+        part["kind"] in (get_kv_cache_spec_kind(spec).value, "*")
+        and part["block_tokens"] == spec.block_size
+    )

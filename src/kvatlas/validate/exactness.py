@@ -17,12 +17,14 @@ from typing import Literal
 
 import msgspec
 
-from kvatlas.core.layout import Component, Layout, Rule, round_up
+from kvatlas.core.layout import Layout, Rule, round_up
 from kvatlas.workload.proofs import Proof, Runtime
 
 DECODE_TOKENS = 132  # a wrong ratio-128 entry shows only when its 128 tokens are complete
 FAULTS = ("omit", "zero", "flip", "swap")
 LONG_MARGIN_TOKENS = 256  # indexer keys matter only beyond top-k entries
+INDEX_PARTS = ("c4_index", "c4_index_state")
+_WIDE_TOKENS = 64
 
 Way = Literal["cold", "local", "load", "minimal", "again", "second"]
 Expected = Literal["same", "different", "unread"]
@@ -184,25 +186,18 @@ def prompt_lengths(layout: Layout, long_tokens: int = 0) -> tuple[int, ...]:
     ``long_tokens`` adds one prompt that ends soon after that position.
     """
     grid = layout.grid_tokens
-    windows = {c.window_tokens for c in layout.components if c.rule is Rule.WINDOW}
+    # Edges of narrower windows are at every few tokens: each length is one of them.
+    windows = {
+        c.window_tokens
+        for c in layout.components
+        if c.rule is Rule.WINDOW and c.window_tokens >= _WIDE_TOKENS
+    }
     found = {max(2, grid // 2), middle_length(layout)}
     for middle in (grid, 2 * grid, 128, *windows, *(grid + w for w in windows)):
         found |= {middle - 1, middle, middle + 1}
     if long_tokens:
         found.add(long_tokens + 6)
     return tuple(sorted(n for n in found if n > 1))
-
-
-def reads(part: Component, position: int, top_k_tokens: int) -> bool:
-    """Whether a resume at ``position`` reads anything of ``part``.
-
-    ``top_k_tokens``: up to so many tokens the indexer lets all of them through, whatever its keys.
-    """
-    if part.least_blocks == 0:
-        return False
-    if part.name == "c4_index":
-        return position >= top_k_tokens + LONG_MARGIN_TOKENS
-    return True
 
 
 def good_cases(layout: Layout, lengths: Sequence[int]) -> list[Case]:
@@ -225,16 +220,22 @@ def good_cases(layout: Layout, lengths: Sequence[int]) -> list[Case]:
 def bad_cases(
     layout: Layout, prompt_tokens: int, top_k_tokens: int = 0, parts: Iterable[str] = ()
 ) -> list[Case]:
-    """Every fault in every part alone, at the last position of one prompt; ``parts`` limits it."""
+    """Every fault in every part alone, at the last position of one prompt; ``parts`` limits it.
+
+    ``top_k_tokens``: up to so many tokens V4's indexer lets all entries through, whatever its keys
+    say, so that a fault in them cannot show; they are not tried there.
+    """
     position = last_position(prompt_tokens, layout.grid_tokens)
     wanted = set(parts) or {c.name for c in layout.components}
+    if position < top_k_tokens + LONG_MARGIN_TOKENS:
+        wanted -= set(INDEX_PARTS)
     return [
         Case(
             prompt_tokens,
             position,
             "load",
             Fault(part.name, how),
-            "different" if reads(part, position, top_k_tokens) else "unread",
+            "unread" if part.least_blocks == 0 else "different",
         )
         for part in layout.components
         if part.name in wanted

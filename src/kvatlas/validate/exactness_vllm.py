@@ -21,6 +21,7 @@ from kvatlas.errors import ConfigError
 from kvatlas.validate.answering import Child, today
 from kvatlas.validate.exactness import (
     DECODE_TOKENS,
+    INDEX_PARTS,
     LONG_MARGIN_TOKENS,
     Answer,
     Case,
@@ -99,7 +100,7 @@ def cases(what: Subject, lengths: Sequence[int] = (), faults: bool = True) -> li
     if faults:
         found += bad_cases(what.layout, middle_length(what.layout), what.top_k_tokens)
         if long and (not lengths or max(lengths) > long):
-            found += bad_cases(what.layout, long + 6, what.top_k_tokens, ["c4_index"])
+            found += bad_cases(what.layout, long + 6, what.top_k_tokens, INDEX_PARTS)
     return found
 
 
