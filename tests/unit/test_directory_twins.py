@@ -158,6 +158,16 @@ def test_a_report_after_a_short_prompt_is_still_a_report() -> None:
     assert engine.resume(A[:64]) == 0
 
 
+def test_a_short_report_is_told_by_what_could_have_been_resumed_before_it() -> None:
+    """Three blocks fit into the window, so their list has no gaps either way."""
+    engine = Engine(WIDE_FIRST)
+    engine.tells(A, 64)
+    engine.tells(A, 48)
+    engine.removes(0, A, 16)
+    engine.removes(1, A, 16)
+    assert engine.resume(A[:64]) == 0
+
+
 def test_prompts_that_part_inside_a_block_share_the_windows_beginning() -> None:
     engine = Engine(FINE_FIRST)
     engine.tells(A, 16)

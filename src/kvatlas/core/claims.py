@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -190,8 +190,8 @@ class Claims:
         anchored = bool(self._windows or self._pending)
         report = event.parent is None and self._report
         report = report and all(directory.holds_in(slot, lane, tier, key) for key in keys)
-        if report and len(keys) > 1 and not self._pool.windowed:
-            self._reported()
+        if report and self._resumable(keys[:-1]):
+            self._reported()  # to store it, the engine would have gone on from there
         again = self._again(event, report and self._reports)
         before = event.parent
         for engine_hash, key in zip(event.hashes, keys, strict=True):
@@ -334,6 +334,13 @@ class Claims:
             if not held:
                 return False
         return True
+
+    def _resumable(self, keys: Sequence[bytes]) -> bool:
+        """Can a prompt be resumed at the end of one of these blocks, all of them held?"""
+        if not self._pool.windowed:
+            return bool(keys)
+        places = self._directory.positions(self._slot.publisher, keys)
+        return places is not None and bool(places.hbm)
 
     def _reported(self) -> None:
         """This engine was asked to report hits in full: what was unsure may have been one."""
