@@ -48,9 +48,11 @@ async def test_llm_d_kv_cache_372_orphans_after_a_directory_restart() -> None:
         assert await product.blocks("ABCD") == {}
         served = await product.complete(block_tokens("ABCD"))
         assert (served.status, served.expected) == (200, 0)
+        assert "feed:w1" in await product.flags()  # blind there, and it says so
         w1.events.sent.extendleft(reversed(history))  # the engine can tell it again
         w1.events.publish(stored("ABCDE"))
         await product.answers("ABCD", {"w1": 4})
+        assert "feed:w1" not in await product.flags()
 
 
 async def test_llm_d_kv_cache_372_a_restart_with_its_history_at_hand() -> None:

@@ -24,6 +24,8 @@ from kvatlas.service.http_client import origin_of
 from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.steer import Steer
 
+log = logging.getLogger(__name__)
+
 _EPILOG = """\
 The smallest kvatlas.toml:
   [[worker]]
@@ -117,6 +119,8 @@ async def _reload_on_hangup(path: Path, assembly: Assembly, asked: asyncio.Event
             await assembly.reload(config)
         except ConfigError as error:
             print(f"kvatlas: not reloaded: {error}", file=sys.stderr, flush=True)
+        except Exception:  # one reload that went wrong must not end those to come
+            log.exception("not reloaded: a fault of ours")
         else:
             print(f"kvatlas: reloaded {path}: {len(config.worker)} worker(s)", flush=True)
 

@@ -342,6 +342,12 @@ class Assembly:
         for status in self.feed.status():
             if status.error:
                 problems["feed"][str(status.publisher)] = status.error
+            elif status.applied.orphans and not self.directory.holders_of(status.publisher):
+                problems["feed"][str(status.publisher)] = (
+                    f"{status.applied.orphans} of its events build on blocks of which nothing was "
+                    "heard and which it cannot replay: no hit is foreseen there until it caches "
+                    "prompts from their start again (a reset of its prefix cache does it at once)"
+                )
         if self.tokenizer is not None:
             problems["tokenizer"] = self._tokenizer_problems(self.tokenizer)
         return problems
