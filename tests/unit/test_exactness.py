@@ -125,7 +125,7 @@ def test_one_bit_of_a_logprob_is_a_difference() -> None:
 def test_another_token_is_a_difference() -> None:
     found = difference(answer(1, 5), answer(1, 9))
     assert found is not None
-    assert (found.at, found.token, found.logprob) == (1, True, float("inf"))
+    assert (found.at, found.token, found.logprob) == (1, True, None)
 
 
 def test_an_unfinished_answer_is_an_error_and_not_equal() -> None:
@@ -203,6 +203,26 @@ def test_a_file_of_proofs_that_was_edited_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a file of proofs"):
         load_proofs(file)
     assert load_proofs(tmp_path / "none") == ()
+
+
+RESULTS = sorted((Path(__file__).parents[1] / "fixtures" / "validated").glob("exactness-*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.stem)
+def test_the_committed_results_are_whole_runs_that_went_as_expected(path: Path) -> None:
+    found = msgspec.json.decode(path.read_bytes(), type=Report)
+    assert found.ok()
+    assert found.decode_tokens >= 130
+    assert {f.case.fault.how for f in found.findings if f.case.fault} >= {"zero", "flip", "swap"}
+    for f in found.findings:
+        # judged again by today's rules, as far as a finding alone allows it
+        assert f.ok == ((f.difference is not None) == (f.case.expected == "different"))
+        assert f.difference is not None or f.decoded == found.decode_tokens
+
+
+def test_what_we_ship_as_shown_is_what_the_committed_run_showed() -> None:
+    shown = [msgspec.json.decode(p.read_bytes(), type=Report).proof() for p in RESULTS]
+    assert load_proofs() == tuple(p for p in shown if p is not None)
 
 
 # -- the command ----------------------------------------------------------------------------------

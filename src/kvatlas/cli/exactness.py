@@ -200,7 +200,7 @@ def _told(finding: Finding) -> str:
     found = finding.difference
     if found is None:
         return "not read" if finding.case.expected == "unread" else "same"
-    return f"{found.at}: " + ("other" if found.logprob == float("inf") else f"{found.logprob:.2g}")
+    return f"{found.at}: " + ("other" if found.logprob is None else f"{found.logprob:.2g}")
 
 
 def _listed(lengths: list[int]) -> str:

@@ -214,6 +214,7 @@ class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         pass
 
     def wait_for_save(self) -> None:
+        """Writes the records whose positions this step has reached."""
         copies: Copies = self._get_connector_metadata()
         for record, blocks in copies.save.items():
             held = {

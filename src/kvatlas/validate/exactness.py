@@ -76,11 +76,11 @@ class Answer(msgspec.Struct, frozen=True):
 
 class Difference(msgspec.Struct, frozen=True):
     """``at``: the first decoded token that differs, or whose logprobs do. ``token``: it is another
-    one. ``logprob``: the largest change among tokens that both list there; inf if none is."""
+    one. ``logprob``: the largest change among tokens that both list there; None if none is."""
 
     at: int
     token: bool
-    logprob: float
+    logprob: float | None
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -142,11 +142,7 @@ def difference(reference: Answer, seen: Answer) -> Difference | None:
         old, new = dict(reference.logprobs[at]), dict(logprobs)
         if told != reference.tokens[at] or old != new:
             change = max((abs(old[t] - new[t]) for t in old.keys() & new.keys()), default=None)
-            return Difference(
-                at=at,
-                token=told != reference.tokens[at],
-                logprob=float("inf") if change is None else change,
-            )
+            return Difference(at, told != reference.tokens[at], change)
     if len(seen.tokens) != len(reference.tokens):
         raise ValueError(
             f"{seen.id}: {len(seen.tokens)} tokens of {len(reference.tokens)}, and no difference"

@@ -175,7 +175,7 @@ def _runs(
         for case in mine:
             if case.way == "local":
                 written.append(go(case.name(), {}, like=reference, forget=False))
-        if any(case.fault for case in mine):
+        if any(case.fault and case.fault.how == "swap" for case in mine):
             swapped = {"save": [[f"other-{n}-{p}", p] for p in positions]}
             written.append(go(f"{n}-other", swapped, like="", seed=seed + _OTHER))
         for case in mine:
