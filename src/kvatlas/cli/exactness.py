@@ -73,6 +73,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--record", type=Path, help="add what was shown of the minimal resume point to this file"
     )
+    add_engine_arguments(parser)
+    parser.set_defaults(run=run_exactness)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the engine is found: the same for every validation that runs one."""
     parser.add_argument(
         "--venv",
         type=Path,
@@ -86,7 +92,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=[],
         help="directory for the engine's PYTHONPATH; may be repeated",
     )
-    parser.set_defaults(run=run_exactness)
 
 
 def _lengths(text: str) -> tuple[int, ...]:

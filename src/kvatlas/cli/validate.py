@@ -49,19 +49,7 @@ def _add_predictions(commands: argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("--requests", type=int, default=500, help="default: 500")
     parser.add_argument("--seed", type=int, default=1, help="default: 1")
     parser.add_argument("--out", type=Path, required=True, help="results, one sequence a line")
-    parser.add_argument(
-        "--venv",
-        type=Path,
-        default=Path(".venv-vllm"),
-        help=f"virtual environment with {VLLM} (default: .venv-vllm)",
-    )
-    parser.add_argument(
-        "--engine-path",
-        type=Path,
-        action="append",
-        default=[],
-        help="directory for the engine's PYTHONPATH; may be repeated",
-    )
+    exactness.add_engine_arguments(parser)
     parser.set_defaults(run=run)
 
 

@@ -170,11 +170,6 @@ class Router:
         if engine is not None:
             engine.foreign = max(0, requests - engine.in_flight)
 
-    def cost_of(self, publisher: Publisher) -> EngineCost | None:
-        """The running estimates of one engine."""
-        engine = self._engines.get(publisher)
-        return engine.cost if engine else None
-
     def in_flight(self) -> dict[Publisher, int]:
         """Requests between `begin` and `end`, per engine."""
         return {p: e.in_flight for p, e in self._engines.items()}

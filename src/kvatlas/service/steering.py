@@ -156,7 +156,6 @@ class Steering:
         self.fallbacks: Counter[str] = Counter()
         self._faults: dict[str, str] = {}  # part of ours → why it failed when it was last needed
         self.decisions = 0
-        self.decision_s = 0.0
 
     # -- engines --------------------------------------------------------------------------------
 
@@ -223,10 +222,9 @@ class Steering:
         self._serving(request.body.get("model"))  # a wrong name is not worth tokenizing
         prompt = await self._prompt(request)
         ranks = self._serving(request.body.get("model"))  # engines come and go meanwhile
-        began = self._clock()
         ask = self._ask(request, ranks, prompt)
         ask, promised = self._discounted(ask, ranks)
-        decision = self._router.peek(ask, began, among=ranks)
+        decision = self._router.peek(ask, self._clock(), among=ranks)
         if ask.unkeyed:
             self.fallbacks[ask.unkeyed] += 1
         route_id = request.id
@@ -241,7 +239,6 @@ class Steering:
         entry = self._log.decided(decision, shares)
         self._pending[route_id] = _Pending(ask, plans, entry, promised)
         self.decisions += 1
-        self.decision_s += self._clock() - began
         return Route(route_id, targets, ask.prompt_tokens, ask.unkeyed)
 
     def sent(self, route: Route, target: Target) -> None:
