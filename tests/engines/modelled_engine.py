@@ -9,8 +9,9 @@ from typing import Any
 from kvatlas.connectors.stub_wire import EventEncoder
 from kvatlas.connectors.vllm_direct import Answered, Asked
 from kvatlas.core.layout import Layout
-from kvatlas.workload.engine import Engine, EngineSpec
+from kvatlas.workload.engine import Engine
 from kvatlas.workload.protocol import Admitted, Arrive, ClearCache, Effect, Produced, Published
+from kvatlas.workload.spec import EngineSpec
 
 
 class Modelled:

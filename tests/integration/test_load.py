@@ -23,7 +23,7 @@ from kvatlas.service.http import Request
 from kvatlas.service.http_reply import Reply
 from kvatlas.service.http_server import HttpServer
 from kvatlas.service.load import LoadPlan, run_load
-from kvatlas.workload.engine import EngineSpec
+from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.trace import TraceRequest
 
 SPEC = EngineSpec(blocks=4096, prefill_tokens_per_s=1e5, decode_step_s=0.01, time_scale=0.0)

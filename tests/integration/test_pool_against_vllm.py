@@ -19,8 +19,9 @@ import pytest
 
 from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvatlas.core.layout import Group, Layout
-from kvatlas.workload.engine import Engine, EngineSpec
+from kvatlas.workload.engine import Engine
 from kvatlas.workload.protocol import Admitted, Arrive, Effect, Published
+from kvatlas.workload.spec import EngineSpec
 
 RECORDED = Path(__file__).parent.parent / "fixtures" / "recorded"
 

@@ -22,8 +22,8 @@ from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
 from kvatlas.service.load import LoadPlan, LoadResult, run_load
 from kvatlas.workload import trace
 from kvatlas.workload.device import device
-from kvatlas.workload.engine import EngineSpec
 from kvatlas.workload.models import load_layout
+from kvatlas.workload.spec import EngineSpec
 
 LAYOUT = "deepseek-v4-flash"
 ENGINES, REQUESTS, OUTPUT_TOKENS = 8, 600, 32

@@ -25,8 +25,8 @@ from kvatlas.errors import ConfigError, EngineError
 from kvatlas.service.http_client import HttpClient, Response
 from kvatlas.service.wire import Decoder
 from kvatlas.workload.device import device
-from kvatlas.workload.engine import EngineSpec
 from kvatlas.workload.models import load_layout
+from kvatlas.workload.spec import EngineSpec
 
 WAIT_S = 5.0
 V4 = load_layout("deepseek-v4-flash", engine="vllm")

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.core.layout import Group, Layout
-from kvatlas.workload.engine import Engine, EngineSpec
+from kvatlas.workload.engine import Engine
 from kvatlas.workload.protocol import Abort, Arrive, Effect, Produced, Rejected
+from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.state import Memory
 
 LAYOUTS = {

@@ -21,7 +21,7 @@ from stub_publisher import BLOCK, block_tokens, stored
 
 from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
 from kvatlas.core.layout import plain
-from kvatlas.workload.engine import EngineSpec
+from kvatlas.workload.spec import EngineSpec
 
 GRID = 16
 SPEC = EngineSpec(blocks=2000, prefill_tokens_per_s=1e5, decode_step_s=0.001)

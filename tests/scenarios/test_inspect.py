@@ -12,8 +12,8 @@ from stub_publisher import BLOCK, block_tokens, removed, stored
 
 from kvatlas.cli.main import main
 from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
-from kvatlas.workload.engine import EngineSpec
 from kvatlas.workload.models import load_layout
+from kvatlas.workload.spec import EngineSpec
 
 SPEC = EngineSpec(blocks=4000, prefill_tokens_per_s=1e6, decode_step_s=0.0, step_overhead_s=0.0)
 FLASH = load_layout("deepseek-v4-flash", engine="vllm", kv_dtype="fp8")

@@ -37,7 +37,7 @@ from kvatlas.demo.vocabulary import write_tokenizer
 from kvatlas.service.http import Request
 from kvatlas.service.http_reply import Reply
 from kvatlas.service.verify import GOLDEN
-from kvatlas.workload.engine import EngineSpec
+from kvatlas.workload.spec import EngineSpec
 
 GRID = 16
 SPEC = EngineSpec(blocks=2000, prefill_tokens_per_s=1e6, decode_step_s=0.0, step_overhead_s=0.0)

@@ -34,7 +34,7 @@ from kvatlas.connectors.stub_text import FileTokenizer
 from kvatlas.core.layout import plain
 from kvatlas.demo.vocabulary import write_tokenizer
 from kvatlas.service.engines import Timing
-from kvatlas.workload.engine import EngineSpec
+from kvatlas.workload.spec import EngineSpec
 
 WORKERS = 8
 CROWD = 480

@@ -15,8 +15,8 @@ from harness import COMPLETION, Answer, Product, fresh_tokens, stub_workers
 
 from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
 from kvatlas.core.layout import plain
-from kvatlas.workload.engine import EngineSpec
 from kvatlas.workload.models import load_layout
+from kvatlas.workload.spec import EngineSpec
 
 LAYOUT = "deepseek-v4-flash"
 ENGINES = 3

@@ -12,7 +12,7 @@ from kvatlas.core.events import AllBlocksCleared
 from kvatlas.core.layout import Component, Compute, Group, Layout, Rule
 from kvatlas.errors import ConfigError
 from kvatlas.workload.device import DEVICES, device
-from kvatlas.workload.engine import Engine, EngineSpec, StepTime
+from kvatlas.workload.engine import Engine
 from kvatlas.workload.protocol import (
     Abort,
     Admitted,
@@ -25,6 +25,8 @@ from kvatlas.workload.protocol import (
     Published,
     Rejected,
 )
+from kvatlas.workload.spec import EngineSpec
+from kvatlas.workload.step_time import StepTime
 
 GQA = Layout("m", "vllm", "", 32, (), (Group("kv", "full_attention", 32),))
 SPEC = EngineSpec(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvatlas.core.layout import Group, Layout
-from kvatlas.workload.engine import Engine, EngineSpec
+from kvatlas.workload.engine import Engine
 from kvatlas.workload.protocol import (
     Abort,
     Admitted,
@@ -18,6 +18,7 @@ from kvatlas.workload.protocol import (
     Effect,
     Produced,
 )
+from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.state import Memory
 
 V4 = Layout(

@@ -17,9 +17,9 @@ from kvatlas.connectors.stub_wire import EVENT_FORMATS
 from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError
 from kvatlas.workload.device import DEVICES, device
-from kvatlas.workload.engine import EngineSpec
 from kvatlas.workload.models import known_models, load_layout
 from kvatlas.workload.pool import Pool, pool_blocks
+from kvatlas.workload.spec import EngineSpec
 
 STEP_TOKENS = 8192  # that one step may compute
 

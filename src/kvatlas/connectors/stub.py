@@ -18,7 +18,7 @@ from kvatlas.connectors.stub_text import TextTokenizer
 from kvatlas.connectors.stub_wire import EventPublisher
 from kvatlas.core.layout import Layout
 from kvatlas.errors import RequestError
-from kvatlas.workload.engine import Engine, EngineSpec
+from kvatlas.workload.engine import Engine
 from kvatlas.workload.protocol import (
     Abort,
     Admitted,
@@ -32,6 +32,7 @@ from kvatlas.workload.protocol import (
     Published,
     Rejected,
 )
+from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.state import Memory
 
 # Steps of an engine that is late are made up at once, but not so many that others starve.

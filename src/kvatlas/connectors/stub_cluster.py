@@ -16,7 +16,7 @@ from kvatlas.connectors.stub_wire import EventFormat, EventPublisher
 from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError
 from kvatlas.service.http_server import HttpServer
-from kvatlas.workload.engine import EngineSpec
+from kvatlas.workload.spec import EngineSpec
 
 _RESTART_TRIES = 200  # two seconds
 

@@ -15,8 +15,6 @@ from zlib import crc32
 import msgspec
 
 from kvatlas.core.layout import Layout
-from kvatlas.errors import ConfigError
-from kvatlas.workload.device import Device
 from kvatlas.workload.holding import TOKEN_BYTES, Hit, Holding
 from kvatlas.workload.pool import Pool
 from kvatlas.workload.protocol import (
@@ -34,123 +32,8 @@ from kvatlas.workload.protocol import (
     Published,
     Rejected,
 )
-
-BLOCKS_MAX = 1 << 26  # of one pool; each takes memory here too
-
-
-class EngineSpec(msgspec.Struct, frozen=True):
-    """All parameters of one engine.
-
-    ``blocks``: usable blocks of the pool. ``step_tokens``: tokens that one step may compute.
-    ``context_tokens``: longest prompt plus output. ``retention_tokens``: see `Pool`. More than
-    ``max_waiting`` waiting requests are refused.
-
-    Time: either ``device`` (``devices`` of them working together in ``precision``, on a model of
-    ``weight_bytes`` in all, its inactive experts included; 0 means that every weight is active),
-    or the two measured figures ``prefill_tokens_per_s`` and ``decode_step_s``, which win where
-    both are given.
-    ``step_overhead_s`` is the fixed cost of a step (an assumption until calibrated). All of it is
-    multiplied by ``time_scale``; 0 makes every step instant.
-    """
-
-    blocks: int
-    max_running: int = 256
-    max_waiting: int = 10_000
-    step_tokens: int = 8192
-    context_tokens: int = 1 << 20
-    retention_tokens: int | None = 0
-    device: Device | None = None
-    devices: int = 1
-    precision: str = "fp8"
-    weight_bytes: int = 0
-    prefill_tokens_per_s: float | None = None
-    decode_step_s: float | None = None
-    step_overhead_s: float = 0.001
-    time_scale: float = 1.0
-
-    def check(self, layout: Layout) -> None:
-        """Raises ConfigError naming the first field that cannot work with this layout."""
-        least = {"blocks": 1, "max_running": 1, "max_waiting": 1, "step_tokens": 1}
-        least |= {"context_tokens": 2, "devices": 1}
-        for field, bound in least.items():
-            if getattr(self, field) < bound:
-                raise ConfigError(f"{field} is {getattr(self, field)}: give at least {bound}")
-        if self.blocks > BLOCKS_MAX:
-            raise ConfigError(f"blocks is {self.blocks}: give at most {BLOCKS_MAX}")
-        for field in ("weight_bytes", "step_overhead_s", "time_scale"):
-            if not 0 <= getattr(self, field) < float("inf"):
-                raise ConfigError(f"{field} is {getattr(self, field)}: give a number from 0 up")
-        measured = (self.prefill_tokens_per_s, self.decode_step_s)
-        if measured != (None, None):
-            if None in measured or self.prefill_tokens_per_s == 0:
-                raise ConfigError("give prefill_tokens_per_s (above 0) and decode_step_s together")
-            if any(v is not None and not 0 <= v < float("inf") for v in measured):
-                raise ConfigError("prefill_tokens_per_s and decode_step_s must not be negative")
-        elif layout.compute is None or layout.compute.linear <= 0:
-            raise ConfigError(
-                f"the layout of {layout.model!r} has no compute figures: give "
-                "prefill_tokens_per_s and decode_step_s"
-            )
-        elif self.device is None:
-            raise ConfigError("give a device, or prefill_tokens_per_s and decode_step_s")
-        else:
-            self.device.compute_rate(self.precision)
-
-
-_WEIGHT_WIDTH = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5}  # bytes per weight
-
-
-class StepTime:
-    """Seconds that one step takes, from its work. Pure arithmetic on an `EngineSpec`."""
-
-    def __init__(self, spec: EngineSpec, layout: Layout) -> None:
-        spec.check(layout)
-        self._layout = layout
-        self._scale = spec.time_scale
-        self._overhead = spec.step_overhead_s
-        self._prefill_rate = spec.prefill_tokens_per_s
-        self._decode_step_s = spec.decode_step_s or 0.0
-        if self._prefill_rate is None:
-            assert spec.device is not None
-            assert layout.compute is not None
-            self._compute = layout.compute
-            self._flops = spec.device.compute_rate(spec.precision) * spec.devices
-            self._bytes_per_s = spec.device.memory_rate() * spec.devices
-            # Two operations per weight and token: half the linear FLOPs are the active weights.
-            active = layout.compute.linear / 2 * _WEIGHT_WIDTH[spec.precision]
-            self._weight_bytes = max(active, spec.weight_bytes)
-            self._idle_share = 1 - active / self._weight_bytes
-            pair = layout.compute.attention + layout.compute.scoring
-            self._scored_share = layout.compute.scoring / pair if pair else 0.0
-            self._bytes_per_token = layout.page_bytes_per_token()
-            self._fixed_bytes = layout.resume_point_bytes()
-
-    def seconds(self, work: list[tuple[int, int]]) -> float:
-        """Duration of a step that computes tokens start…end-1 for each (start, end).
-
-        The larger of compute and memory time, plus the overhead. Memory: the weights that the
-        step's tokens touch, each token picking its experts independently, and each request's
-        state before ``start``; beyond ``attended_max`` tokens a sparse attention reads only the
-        share of it that scoring costs of a full pair.
-        """
-        if self._prefill_rate is not None:
-            prefill = sum(end - start for start, end in work if end - start > 1)
-            decode = any(end - start == 1 for start, end in work)
-            seconds = prefill / self._prefill_rate + (self._decode_step_s if decode else 0.0)
-            return (seconds + self._overhead) * self._scale
-        compute = self._compute
-        flops = 0.0
-        tokens = sum(end - start for start, end in work)
-        read = self._weight_bytes * (1 - self._idle_share**tokens)
-        cap = compute.attended_max
-        for start, end in work:
-            flops += compute.prefill_flops(start, end)
-            seen: float = start
-            if cap is not None and start > cap:
-                seen = cap + (start - cap) * self._scored_share
-            read += seen * self._bytes_per_token + self._fixed_bytes
-        seconds = max(flops / self._flops, read / self._bytes_per_s)
-        return (seconds + self._overhead) * self._scale
+from kvatlas.workload.spec import EngineSpec
+from kvatlas.workload.step_time import StepTime
 
 
 class CountingModel:
