@@ -66,7 +66,7 @@ def test_it_is_pure(path: Path) -> None:
         "def f():\n    import random",
         "import os.path",
         "from kvatlas.service import feed",
-        "from kvatlas.workload.trace import read",
+        "from kvatlas.workload.trace import open_trace",
         "from . import keys",
         "x = open('f')",
         "order = sorted(names, key=lambda n: hash(n))",

@@ -262,7 +262,7 @@ def test_faults_of_the_input_are_one_line_and_status_2(
         ([*load, str(tmp_path / "absent")], "absent"),
         ([*load, str(trace), "--requests", "2"], "127.0.0.1:1"),
         ([*load, str(trace), "--requests", "0"], "--requests 0"),
-        ([*load, str(trace), "--block-tokens", "0"], "tokens per hash id"),
+        ([*load, str(trace), "--block-tokens", "0"], "block_tokens 0"),
         (["stub-engine", "--pool-gib", "inf"], "--pool-gib inf"),
         (["stub-engine", "--pool-tokens", "9" * 16], "at most"),
         (["stub-engine", "--answer-tokens", "0"], "answers of 0 tokens"),

@@ -6,6 +6,7 @@ fifteen times as fast. Engines are stubs: their caches behave as vLLM's do for t
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -71,7 +72,7 @@ async def test_mooncake_conversations_go_where_their_state_is(
     shared_file: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path = shared_file("traces/mooncake_conversation.jsonl.xz")
-    requests = list(trace.read(path, limit=REQUESTS))
+    requests = list(itertools.islice(trace.open_trace(path), REQUESTS))
     prompt_tokens = sum(request.input_tokens for request in requests)
     blind = await replay("round_robin", requests, tmp_path / "blind.jsonl", 0.0)
     ours = await replay("price", requests, tmp_path / "ours.jsonl", TIME_SCALE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import lzma
 from array import array
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvatlas.errors import TraceError
-from kvatlas.workload.trace import TraceRequest, read, tokens_of
+from kvatlas.workload.trace import VOCAB_SIZE, TraceRequest, open_trace, tokens_of
 
 REAL = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl.xz"
 
@@ -33,7 +34,7 @@ def write(path: Path, *lines: str) -> Path:
 
 def test_reads_in_order_with_times_in_seconds(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", line(0, 513, [0, 1]), "", line(1500, 512, [0], output=0))
-    assert list(read(path)) == [
+    assert list(open_trace(path, block_tokens=512)) == [
         TraceRequest(0, 0.0, 513, 5, (0, 1)),
         TraceRequest(1, 1.5, 512, 0, (0,)),
     ]
@@ -43,13 +44,13 @@ def test_reads_xz_and_other_block_sizes(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl.xz"
     with lzma.open(path, "wt") as file:
         file.write(line(0, 130, [4, 5, 6]) + "\n")
-    assert [r.hash_ids for r in read(path, block_tokens=64)] == [(4, 5, 6)]
+    assert [r.hash_ids for r in open_trace(path)] == [(4, 5, 6)]
 
 
 def test_is_a_stream_that_looks_no_further_than_it_must(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", line(0, 1, [0]), line(1, 1, [0]), "garbage")
-    assert len(list(read(path, limit=2))) == 2
-    requests = read(path)
+    path = write(tmp_path / "t.jsonl", line(0, 9, [0, 1]), line(1, 1, [0]), "garbage")
+    assert len(list(itertools.islice(open_trace(path), 2))) == 2
+    requests = iter(open_trace(path))
     next(requests)
     next(requests)
     with pytest.raises(TraceError, match=r"t\.jsonl:3: "):
@@ -76,24 +77,25 @@ def test_is_a_stream_that_looks_no_further_than_it_must(tmp_path: Path) -> None:
 def test_refuses_with_line_and_reason(tmp_path: Path, bad: str, reason: str) -> None:
     path = write(tmp_path / "t.jsonl", line(5, 1, [0]), bad)
     with pytest.raises(TraceError, match=rf"t\.jsonl:2: .*{reason}"):
-        list(read(path))
+        list(open_trace(path, block_tokens=512))
 
 
 def test_refuses_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="absent"):
-        list(read(tmp_path / "absent.jsonl"))
+        list(open_trace(tmp_path / "absent.jsonl"))
     truncated = tmp_path / "t.jsonl.xz"
     truncated.write_bytes(lzma.compress(line(0, 1, [0]).encode() * 50)[:-20])
     with pytest.raises(TraceError, match="cannot be read"):
-        list(read(truncated))
+        list(open_trace(truncated))
     plain = tmp_path / "p.jsonl.xz"
     plain.write_text(line(0, 1, [0]))
     with pytest.raises(TraceError, match="cannot be read"):
-        list(read(plain))
+        list(open_trace(plain))
 
 
-def ids(request: TraceRequest, **options: int) -> list[int]:
-    return array("I", tokens_of(request, **options)).tolist()
+def ids(request: TraceRequest, *, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    tokens = tokens_of(request, block_tokens=512, vocab_size=vocab_size)
+    return array("I", tokens).tolist()
 
 
 def test_equal_leading_ids_give_an_equal_prefix_and_nothing_more() -> None:
@@ -119,7 +121,7 @@ def test_tokens_stay_inside_the_vocabulary_and_use_it(vocab_size: int) -> None:
 
 @pytest.mark.skipif(not REAL.exists(), reason="the public Mooncake trace is not beside the repo")
 def test_the_public_trace_has_its_published_totals() -> None:
-    requests = list(read(REAL))
+    requests = list(open_trace(REAL))
     assert len(requests) == 12_031
     assert sum(r.input_tokens for r in requests) == 144_793_823
     assert len({i for r in requests for i in r.hash_ids}) == 182_790

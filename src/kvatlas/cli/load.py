@@ -17,7 +17,7 @@ from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
 from kvatlas.report.table import latency_table, seconds, slo_text
 from kvatlas.service.load import LoadPlan, LoadResult, check, run_load
-from kvatlas.workload.trace import BLOCK_TOKENS, VOCAB_SIZE, TraceRequest, read
+from kvatlas.workload.trace import VOCAB_SIZE, Trace, TraceRequest, open_trace
 
 _EPILOG = """\
 The trace is JSON lines in Mooncake's form (also .jsonl.xz): timestamp in ms, input_length,
@@ -59,7 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--slo-tpot-s", type=float, metavar="S", help="objective: time per output token")
     add("--max-in-flight", type=int, default=1024, metavar="N", help="most at once (1024)")
     add("--timeout-s", type=float, default=600.0, metavar="S", help="give up on one after (600)")
-    add("--block-tokens", type=int, default=BLOCK_TOKENS, help="tokens per hash id (512)")
+    add("--block-tokens", type=int, metavar="N", help="tokens per hash id (default: as the trace)")
     add("--vocab-size", type=int, default=VOCAB_SIZE, help="token ids stay below this (65536)")
     add("--no-stream", action="store_true", help="ask for whole answers instead of streams")
     add("--json", type=Path, metavar="FILE", help="also write the result as JSON")
@@ -68,6 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
+    trace = open_trace(args.trace, block_tokens=args.block_tokens)
     plan = LoadPlan(
         target=args.target,
         model=args.model,
@@ -77,31 +78,32 @@ def run(args: argparse.Namespace) -> int:
         stream=not args.no_stream,
         slo=Slo(args.slo_ttft_s, args.slo_tpot_s),
         timeout_s=args.timeout_s,
-        block_tokens=args.block_tokens,
+        block_tokens=trace.block_tokens,
         vocab_size=args.vocab_size,
     )
     check(plan)
     if args.requests is not None and args.requests < 1:
         raise ConfigError(f"--requests {args.requests}: at least 1 is needed")
-    total = sum(1 for _ in _chosen(args))  # also finds faults of the file before anything is sent
+    total = sum(
+        1 for _ in _chosen(trace, args)
+    )  # also finds faults of the file before anything is sent
     if not total:
         raise ConfigError(f"{args.trace}: no requests in it")
-    result = uvloop.run(_replay(plan, args, total))
+    result = uvloop.run(_replay(plan, trace, args, total))
     if args.json is not None:
         _write(args.json, result)
     _show(result)
     return 1 if result.errors else 0
 
 
-def _chosen(args: argparse.Namespace) -> Iterator[TraceRequest]:
-    requests = read(args.trace, block_tokens=args.block_tokens, limit=args.requests)
+def _chosen(trace: Trace, args: argparse.Namespace) -> Iterator[TraceRequest]:
+    requests = itertools.islice(trace, args.requests)
     if args.until_s is None:
         return requests
     return itertools.takewhile(lambda request: request.arrival_s < args.until_s, requests)
 
 
-async def _replay(plan: LoadPlan, args: argparse.Namespace, total: int) -> LoadResult:
-
+async def _replay(plan: LoadPlan, trace: Trace, args: argparse.Namespace, total: int) -> LoadResult:
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -112,7 +114,7 @@ async def _replay(plan: LoadPlan, args: argparse.Namespace, total: int) -> LoadR
     )
     with progress:
         bar = progress.add_task("requests answered", total=total)
-        return await run_load(plan, _chosen(args), on_done=lambda: progress.advance(bar))
+        return await run_load(plan, _chosen(trace, args), on_done=lambda: progress.advance(bar))
 
 
 def _write(path: Path, result: LoadResult) -> None:

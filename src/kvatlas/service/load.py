@@ -26,7 +26,7 @@ from kvatlas.service.http_client import (
     origin_of,
 )
 from kvatlas.service.load_answer import Answer
-from kvatlas.workload.trace import BLOCK_TOKENS, VOCAB_SIZE, TraceRequest, tokens_of
+from kvatlas.workload.trace import VOCAB_SIZE, TraceRequest, tokens_of
 
 EXPECTED_HEADER = "x-kvatlas-expected-hit-tokens"
 WORKER_HEADER = "x-kvatlas-worker"
@@ -44,7 +44,7 @@ class LoadPlan(msgspec.Struct, frozen=True):
     stream: bool = True
     slo: Slo = Slo()
     timeout_s: float = 600.0
-    block_tokens: int = BLOCK_TOKENS
+    block_tokens: int = 512
     vocab_size: int = VOCAB_SIZE
 
 

@@ -1,121 +1,154 @@
-"""Request traces in Mooncake's form, read as a stream, and the token ids that they stand for.
+"""Request traces: one form for all of them, read as a stream, and the tokens they stand for.
 
-One JSON object a line: ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens) and
-``hash_ids``, one id per block of the prompt (512 tokens in Mooncake's traces, 64 in others). Equal
-leading ids mean an equal prefix. Source: the Mooncake paper (FAST'25) and its trace files.
+`open_trace` recognises the format of a file; one module per format reads it (`trace_mooncake.py`
+and its siblings), and what all must obey is checked here. Generated workloads (`families.py`)
+have the same form. Memory does not grow with the length of a trace.
 """
 
 from __future__ import annotations
 
 import hashlib
-import lzma
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, cast
 
 import msgspec
 
-from kvatlas.errors import TraceError
+from kvatlas.errors import ConfigError, TraceError
+from kvatlas.workload import trace_mooncake
+from kvatlas.workload.trace_lines import Row, fault, lines
 
-BLOCK_TOKENS = 512
 VOCAB_SIZE = 65_536  # below every current model's vocabulary but the smallest
-_MAX_LINE_BYTES = 16 << 20
+BLOCK_TOKENS_MAX = 1 << 20
+TOKENS_MAX = 1 << 26  # of one prompt or answer: far above any model's window
+ARRIVAL_MAX_S = 1e9  # thirty years
+_ID_END = 1 << 63
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
-    """One request: when it arrives (seconds from the start of the trace) and what it asks."""
+    """One request: when it arrives (seconds from the start of the trace) and what it asks.
+
+    ``hash_ids`` has one id per block of the prompt; the last block may be cut short, and is one of
+    the trace's ids all the same. Equal leading ids of one ``scope`` (tenant; "" where the trace
+    knows none) mean an equal prefix. ``session`` names the requests of one conversation, in order.
+
+    ``think_s`` is for closed-loop use: the seconds between the end of the session's answer before
+    this request and its arrival. None: the first of its session, or not known; then ``arrival_s``
+    alone counts.
+    """
 
     index: int
     arrival_s: float
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...]
+    session: str = ""
+    think_s: float | None = None
+    scope: str = ""
 
 
-class _Line(msgspec.Struct):
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
+class Trace:
+    """A workload that can be read again and again: each iteration starts anew, in arrival order.
 
-
-def read(
-    path: Path, *, block_tokens: int = BLOCK_TOKENS, limit: int | None = None
-) -> Iterator[TraceRequest]:
-    """Yields the first ``limit`` requests of a ``.jsonl`` or ``.jsonl.xz`` file, one at a time.
-
-    Raises TraceError with the line at fault: not JSON, a field missing or negative, arrivals that
-    go back in time, or a number of ``hash_ids`` that ``input_length`` does not explain.
+    ``name`` is the file or the preset, ``format`` what it was read as. Iterating raises TraceError
+    where a line is at fault.
     """
-    decoder = msgspec.json.Decoder(_Line)
-    last_ms = 0.0
-    index = 0
-    try:
-        with _open(path) as file:
-            for number, line in enumerate(_lines(file, path), start=1):
-                if not line.strip():
-                    continue
-                if limit is not None and index >= limit:
-                    return
-                try:
-                    raw = decoder.decode(line)
-                except msgspec.MsgspecError as error:
-                    raise TraceError(f"{path}:{number}: {error}") from error
-                _check(raw, f"{path}:{number}", last_ms, block_tokens)
-                last_ms = raw.timestamp
-                yield TraceRequest(
-                    index,
-                    raw.timestamp / 1000,
-                    raw.input_length,
-                    raw.output_length,
-                    raw.hash_ids,
-                )
-                index += 1
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from error
+
+    def __init__(
+        self,
+        name: str,
+        format: str,
+        block_tokens: int,
+        read: Callable[[], Iterator[TraceRequest]],
+    ) -> None:
+        if not 1 <= block_tokens <= BLOCK_TOKENS_MAX:
+            raise ConfigError(
+                f"{name}: block_tokens {block_tokens}: 1 to {BLOCK_TOKENS_MAX} are possible"
+            )
+        self.name = name
+        self.format = format
+        self.block_tokens = block_tokens
+        self._read = read
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return self._read()
 
 
-def _open(path: Path) -> BinaryIO:
-    if path.suffix == ".xz":
-        return cast(BinaryIO, lzma.open(path))
-    return path.open("rb")
+def open_trace(path: Path, *, format: str | None = None, block_tokens: int | None = None) -> Trace:
+    """The trace in a file. ``format`` and ``block_tokens`` default to what the file itself shows.
+
+    Raises TraceError where the file cannot be read or its format cannot be told, ConfigError for
+    an option that does not fit.
+    """
+    if format is None:
+        format = _recognise(path)
+    if format != "mooncake":
+        raise ConfigError(f"{path}: unknown format {format!r}: use mooncake")
+    size = trace_mooncake.guess_block_tokens(path) if block_tokens is None else block_tokens
+    return Trace(str(path), format, size, lambda: _checked(path, trace_mooncake.read(path), size))
 
 
-def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Lines of bounded length, so that a file without any cannot fill the memory."""
-    number = 0
-    while line := file.readline(_MAX_LINE_BYTES):
-        number += 1
-        if len(line) == _MAX_LINE_BYTES:
-            raise TraceError(f"{path}:{number}: the line is longer than {_MAX_LINE_BYTES} bytes")
-        yield line
+def _recognise(path: Path) -> str:
+    for number, line in lines(path):
+        if b'"hash_ids"' in line:
+            return "mooncake"
+        raise fault(path, number, "the format cannot be told from this line: name it")
+    raise TraceError(f"{path}: no requests in it")
 
 
-def _check(line: _Line, where: str, last_ms: float, block_tokens: int) -> None:
-    if line.timestamp < 0:
-        raise TraceError(f"{where}: timestamp {line.timestamp:g} is negative")
-    if line.timestamp < last_ms:
-        raise TraceError(
-            f"{where}: timestamp {line.timestamp:g} comes after {last_ms:g}: sort the trace first"
+def _checked(path: Path, rows: Iterator[Row], block_tokens: int) -> Iterator[TraceRequest]:
+    last_s = 0.0
+    for index, row in enumerate(rows):
+        reason = _contradiction(row, last_s, block_tokens)
+        if reason:
+            raise fault(path, row.line, reason)
+        last_s = row.arrival_s
+        yield TraceRequest(
+            index,
+            row.arrival_s,
+            row.input_tokens,
+            row.output_tokens,
+            row.hash_ids,
+            row.session,
+            row.think_s,
+            row.scope,
         )
-    if line.input_length < 1:
-        raise TraceError(f"{where}: input_length {line.input_length}: at least one token is needed")
-    if line.output_length < 0:
-        raise TraceError(f"{where}: output_length {line.output_length} is negative")
-    if any(hash_id < 0 for hash_id in line.hash_ids):
-        raise TraceError(f"{where}: hash_ids must not be negative")
-    blocks = -(-line.input_length // block_tokens)
-    if len(line.hash_ids) != blocks:
-        raise TraceError(
-            f"{where}: {len(line.hash_ids)} hash_ids, but input_length {line.input_length} makes "
+
+
+def _contradiction(row: Row, last_s: float, block_tokens: int) -> str:
+    """What is wrong with a row; "" where nothing is."""
+    if not math.isfinite(row.arrival_s) or row.arrival_s > ARRIVAL_MAX_S:
+        return f"timestamp {row.arrival_s * 1000:g} ms is none"
+    if row.arrival_s < 0:
+        return f"timestamp {row.arrival_s * 1000:g} is negative"
+    if row.arrival_s < last_s:
+        return (
+            f"timestamp {row.arrival_s * 1000:g} comes after {last_s * 1000:g}: "
+            "sort the trace first (--sort)"
+        )
+    if row.input_tokens < 1:
+        return f"input_length {row.input_tokens}: at least one token is needed"
+    if row.output_tokens < 0:
+        return f"output_length {row.output_tokens} is negative"
+    if max(row.input_tokens, row.output_tokens) > TOKENS_MAX:
+        return f"lengths above {TOKENS_MAX} tokens are believed of no request"
+    if row.think_s is not None and not 0 <= row.think_s <= ARRIVAL_MAX_S:
+        return f"delay {row.think_s * 1000:g} ms is none"
+    blocks = -(-row.input_tokens // block_tokens)
+    if len(row.hash_ids) != blocks:
+        return (
+            f"{len(row.hash_ids)} hash_ids, but input_length {row.input_tokens} makes "
             f"{blocks} blocks of {block_tokens} tokens: is the block size right?"
         )
+    if min(row.hash_ids) < 0:
+        return "hash_ids must not be negative"
+    if max(row.hash_ids) >= _ID_END:
+        return "hash_ids must be below 2**63"
+    return ""
 
 
-def tokens_of(
-    request: TraceRequest, *, block_tokens: int = BLOCK_TOKENS, vocab_size: int = VOCAB_SIZE
-) -> bytes:
+def tokens_of(request: TraceRequest, *, block_tokens: int, vocab_size: int = VOCAB_SIZE) -> bytes:
     """The prompt's token ids (uint32, little endian), the same in every process.
 
     Each hash id stands for one fixed block of ids below ``vocab_size``; the last is cut short.

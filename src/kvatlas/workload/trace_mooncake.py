@@ -1,0 +1,63 @@
+"""Mooncake's JSON lines: the form that we also write.
+
+``timestamp`` (ms), ``input_length``, ``output_length`` (tokens) and ``hash_ids``, one per block of
+the prompt, the last of which may be cut short (512 tokens in Mooncake's own traces, 64 or 16 in
+others). Equal leading ids mean an equal prefix. Source: the Mooncake paper (FAST'25) and its trace
+files. Optional beside them: ``session_id`` and ``delay`` (ms after the session's answer before it,
+as AIPerf reads them), and ``scope``, which is ours: ids of different scopes are never the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvatlas.workload.trace_lines import Row, fault, lines
+
+GUESS_LINES_MAX = 10_000
+USUAL_BLOCK_TOKENS = 512
+
+
+class _Line(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    session_id: str | int = ""
+    delay: float | None = None
+    scope: str = ""
+
+
+def read(path: Path) -> Iterator[Row]:
+    """Yields the rows of a file. Raises TraceError for a line that is not of this form."""
+    decode = msgspec.json.Decoder(_Line).decode
+    for number, line in lines(path):
+        try:
+            raw = decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise fault(path, number, str(error)) from error
+        yield Row(
+            number,
+            raw.timestamp / 1000,
+            raw.input_length,
+            raw.output_length,
+            raw.hash_ids,
+            str(raw.session_id),
+            None if raw.delay is None else raw.delay / 1000,
+            raw.scope,
+        )
+
+
+def guess_block_tokens(path: Path) -> int:
+    """The power of two that the first prompt of two blocks or more allows; there is just one.
+
+    A prompt of n blocks has more than (n-1) and at most n blocks' tokens. Where no prompt among the
+    first ``GUESS_LINES_MAX`` has two blocks, Mooncake's own 512. Raises TraceError as `read` does.
+    """
+    for row, _ in zip(read(path), range(GUESS_LINES_MAX), strict=False):
+        blocks = len(row.hash_ids)
+        if blocks >= 2 and row.input_tokens >= blocks:
+            return 1 << (-(-row.input_tokens // blocks) - 1).bit_length()
+    return USUAL_BLOCK_TOKENS
