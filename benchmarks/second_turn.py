@@ -23,6 +23,7 @@ from rich.table import Table
 from benchmarks.tokenize import Again, Text, model_files
 from kvatlas.config import TokenizerConfig
 from kvatlas.core.directory import Directory
+from kvatlas.core.dispatch import Dispatcher
 from kvatlas.core.events import BlockStored
 from kvatlas.core.keys import Keyring
 from kvatlas.core.layout import plain
@@ -62,9 +63,7 @@ class _Cluster:
         self._directory = Directory(keyring)
         self._hashes = 0
         self.steering = Steering(
-            directory=self._directory,
-            router=Router(),
-            keyring=keyring,
+            dispatcher=Dispatcher(self._directory, Router(), keyring),
             log=DecisionLog(1000),
             tokens=tokens,
         )

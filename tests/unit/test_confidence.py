@@ -5,14 +5,16 @@ from __future__ import annotations
 from array import array
 
 from kvatlas.core.directory import Directory
+from kvatlas.core.dispatch import Dispatcher
 from kvatlas.core.events import BlockStored
 from kvatlas.core.keys import Keyring
 from kvatlas.core.layout import Layout, drafted, plain
+from kvatlas.core.promises import HitGap
 from kvatlas.core.records import Publisher
 from kvatlas.core.router import Params, Router
 from kvatlas.service.decision_log import DecisionLog, explain
 from kvatlas.service.steer import Inbound, Outcome, Route
-from kvatlas.service.steering import HitGap, Rank, Steering
+from kvatlas.service.steering import Rank, Steering
 from kvatlas.service.tokens import Prompt
 from kvatlas.workload.models import load_layout
 
@@ -33,9 +35,7 @@ class Bench:
         self.directory = Directory(ring)
         self.log = DecisionLog(10)
         self.steering = Steering(
-            directory=self.directory,
-            router=Router(Params(prefill_tokens_per_s=1000)),
-            keyring=ring,
+            dispatcher=Dispatcher(self.directory, Router(Params(prefill_tokens_per_s=1000)), ring),
             log=self.log,
             tokens=Tokens(),
             clock=lambda: 0.0,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvatlas.core.directory import Directory
+from kvatlas.core.dispatch import Dispatcher
 from kvatlas.core.events import BlockStored
 from kvatlas.core.keys import Keyring
 from kvatlas.core.layout import plain
@@ -45,9 +46,9 @@ class Bench:
         self.directory = Directory(self.ring)
         self.log = DecisionLog(100)
         self.steering = Steering(
-            directory=self.directory,
-            router=Router(Params(policy=policy, prefill_tokens_per_s=1000)),
-            keyring=self.ring,
+            dispatcher=Dispatcher(
+                self.directory, Router(Params(policy=policy, prefill_tokens_per_s=1000)), self.ring
+            ),
             log=self.log,
             tokens=FakeTokens(Prompt(tokens=IDS) if answer is None else answer),
             clock=lambda: self.now,

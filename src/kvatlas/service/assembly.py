@@ -17,6 +17,7 @@ from kvatlas.config import Config, WorkerConfig
 from kvatlas.core import sequence
 from kvatlas.core.compat import Member, not_shared
 from kvatlas.core.directory import Directory, Limits
+from kvatlas.core.dispatch import Dispatcher, Sweep
 from kvatlas.core.keys import Fingerprint, Keyring
 from kvatlas.core.layout import Layout, drafted
 from kvatlas.core.records import Publisher
@@ -72,13 +73,8 @@ class Assembly:
                 prefill_tokens_per_s=config.router.prefill_tokens_per_s,
             )
         )
-        self.steering = Steering(
-            directory=self.directory,
-            router=router,
-            keyring=keyring,
-            log=self.log,
-            tokens=self.tokenizer,
-        )
+        self.dispatcher = Dispatcher(self.directory, router, keyring)
+        self.steering = Steering(dispatcher=self.dispatcher, log=self.log, tokens=self.tokenizer)
         self.steering.health_parts.append(self._problems)
         self.steering.health_notes.append(self._notes)
         self.inspector = Inspector(self.steering, self.directory)
@@ -91,7 +87,7 @@ class Assembly:
 
     async def start(self) -> None:
         """Begin to watch the engines, and wait a moment for the first answers."""
-        self.feed = Feed(self.directory, limits=self._feed_limits)
+        self.feed = Feed(self.dispatcher, limits=self._feed_limits)
         self.engines = Engines(self.feed, self, self.client, self._timing)
         for worker in self.config.worker:
             self.engines.add(worker)
@@ -168,7 +164,7 @@ class Assembly:
     async def _keep_in_step(self) -> None:
         while True:
             self._copy_state()
-            self.directory.sweep(50_000)
+            self.dispatcher.handle(Sweep(50_000), time.monotonic())
             await asyncio.sleep(self._timing.poll_s / 2)
 
     def _copy_state(self) -> None:

@@ -14,11 +14,22 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvatlas.core.directory import Directory
-from kvatlas.core.keys import PUBLIC, Keyring, Scope
+from kvatlas.core.dispatch import (
+    Dispatcher,
+    Finished,
+    FirstToken,
+    Input,
+    Join,
+    Leave,
+    Question,
+    Sent,
+    SetLoad,
+    SetUp,
+)
+from kvatlas.core.keys import PUBLIC, Scope
 from kvatlas.core.layout import Layout
-from kvatlas.core.records import Publisher, Resume
-from kvatlas.core.router import Ask, Plan, Router
+from kvatlas.core.records import Publisher
+from kvatlas.core.router import Decision, Plan
 from kvatlas.errors import RequestError
 from kvatlas.service.decision_log import DecisionLog, Entry
 from kvatlas.service.steer import Health, Inbound, Outcome, Route, Target
@@ -29,10 +40,6 @@ log = logging.getLogger(__name__)
 SALT_HEADER = "x-kvatlas-cache-salt"
 KEYED_PATHS = ("/v1/chat/completions", "/v1/completions")
 _SHOWN_CHARS = 200  # of a wrong model name that comes back in the error
-_GAP_REQUESTS_MIN = 20
-_GAP_SHARE_MAX = 0.5
-_GAP_DECAY = 0.95
-_BELIEF_TOKENS = 4096  # so many promised tokens weigh as much as the belief that all will be kept
 
 
 # problem → whom it concerns → why, for people
@@ -58,137 +65,61 @@ class Rank(msgspec.Struct, frozen=True):
     entries: tuple[dict[str, object], ...] = ()
 
 
-class HitGap:
-    """Expected against reported hits of one engine: the alarm for silent failures.
-
-    Both directions count: hits that were promised and did not come, and hits that came unforeseen
-    (then our keys are not those of its events, no prefix ever matches, and routing is blind).
-    """
-
-    def __init__(self) -> None:
-        self.requests = 0
-        # In tokens, fading: promised, and reused of these; reused, and foreseen of these.
-        self.expected = self.kept = self.reported = self.foreseen = 0.0
-
-    def observe(self, expected: int, reported: int, foreseen: int = 0) -> None:
-        """Token counts of one request whose engine reported what it resumed.
-
-        ``foreseen``: expected, and what other requests were computing there when it was sent.
-        """
-        if expected <= 0 and reported <= 0:
-            return
-        self.requests += 1
-        self.expected = self.expected * _GAP_DECAY + expected
-        self.kept = self.kept * _GAP_DECAY + min(reported, expected)
-        self.reported = self.reported * _GAP_DECAY + reported
-        self.foreseen = self.foreseen * _GAP_DECAY + min(reported, max(expected, foreseen))
-
-    def confidence(self) -> float:
-        """Share of the promised tokens that the engine reuses; near 1 until enough were promised.
-
-        It stands in for events that an engine does not send: SGLang 0.5.23 announces its chain,
-        and not that a window was dropped, without which nothing can be resumed there.
-        """
-        return (self.kept + _BELIEF_TOKENS) / (self.expected + _BELIEF_TOKENS)
-
-    @property
-    def flag(self) -> str:
-        """Why this engine is suspect, "" when it is not."""
-        if self.requests < _GAP_REQUESTS_MIN:
-            return ""
-        if self.kept < _GAP_SHARE_MAX * self.expected:
-            share = 100 * self.kept / self.expected
-            found = f"the engine reused only {share:.0f} % of the tokens that its events promised"
-        elif self.foreseen < _GAP_SHARE_MAX * self.reported:
-            share = 100 * self.foreseen / self.reported
-            found = f"its events promised only {share:.0f} % of the tokens that the engine reused"
-        else:
-            return ""
-        return f"{found}: compare tokenizer, chat template, block size and salt"
-
-
-class PredictionError:
-    """Predicted against measured time to first token of one engine, as a running mean."""
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.error_s = 0.0
-
-    def observe(self, predicted_s: float, measured_s: float) -> None:
-        """One answered request."""
-        self.requests += 1
-        weight = max(1 / self.requests, 1 - _GAP_DECAY)
-        self.error_s += weight * (abs(measured_s - predicted_s) - self.error_s)
-
-
-class _Pending(msgspec.Struct):
-    ask: Ask
-    plans: dict[str, Plan]
-    entry: Entry
-    promised: dict[Publisher, int]  # by events alone, where less was counted
-
-
 class Steering:
     """Implements `Steer`. One event loop owns it; nothing here blocks."""
 
     def __init__(
         self,
         *,
-        directory: Directory,
-        router: Router,
-        keyring: Keyring,
+        dispatcher: Dispatcher,
         log: DecisionLog,
         tokens: Tokens | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._directory = directory
-        self._router = router
-        self._keyring = keyring
+        self._dispatcher = dispatcher
         self._log = log
         self._tokens = tokens
         self._clock = clock
         self._ranks: dict[Publisher, Rank] = {}
-        self._pending: dict[str, _Pending] = {}
-        self.gaps: dict[Publisher, HitGap] = {}
-        self.errors: dict[Publisher, PredictionError] = {}
+        self._pending: dict[str, Entry] = {}
+        self.gaps = dispatcher.gaps
+        self.errors = dispatcher.errors
         self.health_parts: list[Callable[[], Problems]] = []
         self.health_notes: list[Callable[[], Problems]] = []  # to be known, but no fault
         self.fallbacks: Counter[str] = Counter()
         self._faults: dict[str, str] = {}  # part of ours → why it failed when it was last needed
-        self.decisions = 0
+
+    @property
+    def decisions(self) -> int:
+        """How many requests were routed."""
+        return self._dispatcher.decisions
+
+    def _tell(self, event: Input) -> None:
+        self._dispatcher.handle(event, self._clock())
 
     # -- engines --------------------------------------------------------------------------------
 
     def add(self, rank: Rank) -> None:
         """An engine can be asked from now on; again with other facts: the old ones go."""
-        known = self._ranks.get(rank.publisher)
-        if known is not None and known.fingerprint != rank.fingerprint:
-            self.remove(rank.publisher)
-        self._directory.register(rank.publisher, rank.layout, rank.fingerprint)
-        self._router.add(rank.publisher, rank.layout, rank.fingerprint)
+        self._tell(Join(rank.publisher, rank.layout, rank.fingerprint))
         self._ranks[rank.publisher] = rank
-        self.gaps.setdefault(rank.publisher, HitGap())
-        self.errors.setdefault(rank.publisher, PredictionError())
 
     def remove(self, publisher: Publisher) -> None:
         """The engine is no longer configured; its requests in flight end by themselves."""
         if self._ranks.pop(publisher, None) is not None:
-            self._directory.unregister(publisher)
-            self._router.remove(publisher)
-            self.gaps.pop(publisher, None)
-            self.errors.pop(publisher, None)
+            self._tell(Leave(publisher))
 
     def set_up(self, publisher: Publisher, up: bool) -> None:
         """Health as polled."""
-        self._router.set_up(publisher, up)
+        self._tell(SetUp(publisher, up))
 
     def set_load(self, publisher: Publisher, requests: int) -> None:
         """Requests running and waiting, as the engine itself reports them."""
-        self._router.set_load(publisher, requests)
+        self._tell(SetLoad(publisher, requests))
 
     def in_flight(self) -> dict[Publisher, int]:
         """Requests under way, per engine."""
-        return self._router.in_flight()
+        return self._dispatcher.router.in_flight()
 
     def names(self) -> list[str]:
         """Model names that can be asked for, sorted."""
@@ -201,7 +132,7 @@ class Steering:
 
     def health(self) -> Health:
         """Ready once an engine can be asked. Each flag is "problem:who"; the details say why."""
-        up = self._router.up()
+        up = self._dispatcher.router.up()
         problems: Problems = {
             "engine_down": {str(p): "see workers" for p in sorted(self._ranks) if p not in up},
             "hit_gap": {str(p): gap.flag for p, gap in sorted(self.gaps.items()) if gap.flag},
@@ -222,54 +153,34 @@ class Steering:
         self._serving(request.body.get("model"))  # a wrong name is not worth tokenizing
         prompt = await self._prompt(request)
         ranks = self._serving(request.body.get("model"))  # engines come and go meanwhile
-        ask = self._ask(request, ranks, prompt)
-        ask, promised = self._discounted(ask, ranks)
-        decision = self._router.peek(ask, self._clock(), among=ranks)
-        if ask.unkeyed:
-            self.fallbacks[ask.unkeyed] += 1
-        route_id = request.id
-        while route_id in self._pending:  # equal ids from two clients must not share books
-            route_id = f"{route_id}#{self.decisions}"
-        if route_id != request.id:
-            ask = msgspec.structs.replace(ask, id=route_id)
-            decision = msgspec.structs.replace(decision, id=route_id)
+        decision = self._decide(request, ranks, prompt)
+        if decision.unkeyed:
+            self.fallbacks[decision.unkeyed] += 1
         targets = tuple(_target(ranks[plan.publisher], plan) for plan in decision.plans)
-        plans = {str(plan.publisher): plan for plan in decision.plans}
-        shares = {str(p): self.gaps[p].confidence() for p in promised}
-        entry = self._log.decided(decision, shares)
-        self._pending[route_id] = _Pending(ask, plans, entry, promised)
-        self.decisions += 1
-        return Route(route_id, targets, ask.prompt_tokens, ask.unkeyed)
+        shares = {str(p): share for p, share in self._dispatcher.shares(decision.id).items()}
+        self._pending[decision.id] = self._log.decided(decision, shares)
+        return Route(decision.id, targets, decision.prompt_tokens, decision.unkeyed)
 
     def sent(self, route: Route, target: Target) -> None:
         """Count it as in flight on ``target``."""
-        pending = self._pending.get(route.id)
-        if pending is not None:
-            pending.entry.tried.append(target.worker)
-            self._router.begin(pending.ask, pending.plans[target.worker], self._clock())
+        entry = self._pending.get(route.id)
+        if entry is not None:
+            entry.tried.append(target.worker)
+            self._tell(Sent(route.id, _publisher(entry, target)))
 
     def first_token(self, route: Route, ttft_s: float) -> None:
         """The engine's prefill queue moved on."""
-        self._router.first_token(route.id, self._clock())
+        self._tell(FirstToken(route.id))
 
     def finished(self, route: Route, outcome: Outcome) -> None:
         """Free the books and learn."""
-        pending = self._pending.pop(route.id, None)
-        if pending is None:
+        entry = self._pending.pop(route.id, None)
+        if entry is None:
             return
         ok = 200 <= outcome.status < 300
-        self._router.end(route.id, self._clock(), ok=ok, cached_tokens=outcome.cached_tokens)
-        plan = pending.plans.get(outcome.target.worker)
-        keyed = ok and not pending.ask.unkeyed
-        if keyed and plan is not None and plan.publisher in self.gaps:
-            cached = outcome.cached_tokens
-            # An engine that announces nothing promises nothing: the feed has its own flag.
-            if cached >= 0 and self._directory.holders_of(plan.publisher):
-                promised = pending.promised.get(plan.publisher, plan.resume_tokens)
-                self.gaps[plan.publisher].observe(promised, cached, plan.expected_tokens)
-            if outcome.ttft_s >= 0:
-                self.errors[plan.publisher].observe(plan.price.ttft_s, outcome.ttft_s)
-        self._log.ended(pending.entry, outcome)
+        publisher = _publisher(entry, outcome.target)
+        self._tell(Finished(route.id, publisher, ok, outcome.cached_tokens, outcome.ttft_s))
+        self._log.ended(entry, outcome)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -291,8 +202,8 @@ class Steering:
         return ranks
 
     async def _prompt(self, request: Inbound) -> Prompt:
-        if self._router.policy != "price":
-            return Prompt(reason=self._router.policy)
+        if self._dispatcher.router.policy != "price":
+            return Prompt(reason=self._dispatcher.router.policy)
         if request.path not in KEYED_PATHS:
             return Prompt(reason="no_prompt")
         if self._tokens is None:
@@ -319,66 +230,34 @@ class Steering:
         return prompt, [(rank, self._keys(rank, request, tokens)) for rank in ranks.values()]
 
     def _keys(self, rank: Rank, request: Inbound, tokens: bytes) -> list[bytes]:
-        """Keys of the prompt's blocks that matter to this engine (`Layout.asked_blocks`)."""
-        model, grid = request.body.get("model"), rank.layout.grid_tokens
-        adapter = rank.models.get(model, "") if isinstance(model, str) else ""
-        root = self._keyring.root(rank.fingerprint, scope_of(request), adapter)
-        asked = rank.layout.asked_blocks(len(tokens) // 4)
-        return self._keyring.chain(root, memoryview(tokens)[: asked * grid * 4], grid)
+        adapter = _adapter(rank, request)
+        return self._dispatcher.keys(rank.publisher, tokens, scope_of(request), adapter)
 
-    def _ask(self, request: Inbound, ranks: Mapping[Publisher, Rank], prompt: Prompt) -> Ask:
+    def _decide(
+        self, request: Inbound, ranks: Mapping[Publisher, Rank], prompt: Prompt
+    ) -> Decision:
         reason = prompt.reason
         if not reason and not prompt.tokens:
             reason = "empty_prompt"
         if not reason:
+            # A batch goes where its longest prompt can be resumed: it is sent as one request.
+            tokens = max((prompt.tokens, *prompt.others), key=len)
+            adapters = {p: _adapter(rank, request) for p, rank in ranks.items()}
             try:
-                ask = self._keyed(request, ranks, prompt)
+                question = self._dispatcher.question(
+                    request.id, tokens, adapters, scope_of(request)
+                )
+                decision = self._dispatcher.handle(question, self._clock())
             except Exception as error:  # fail open: nor must the directory
                 reason = self._failed("directory", request, error)
             else:
+                assert decision is not None
                 self._faults.pop("directory", None)
-                return ask
-        return Ask(request.id, prompt.count, {}, (), reason)
-
-    def _keyed(self, request: Inbound, ranks: Mapping[Publisher, Rank], prompt: Prompt) -> Ask:
-        # A batch goes where its longest prompt can be resumed: it is sent as one request.
-        tokens = max((prompt.tokens, *prompt.others), key=len)
-        count = len(tokens) // 4
-        keys: dict[bytes, list[bytes]] = {}
-        resumes = []
-        for rank in ranks.values():
-            if rank.fingerprint in keys:
-                continue
-            chain = self._keys(rank, request, tokens)
-            resumes.extend(self._directory.peek(chain, rank.fingerprint))
-            # one token must be computed
-            keys[rank.fingerprint] = chain[: (count - 1) // rank.layout.grid_tokens]
-        if len(keys) > 1:
-            resumes.sort(key=lambda r: (-r.tokens, -r.chain_tokens, r.publisher))
-        return Ask(request.id, count, keys, resumes)
-
-    def _discounted(
-        self, ask: Ask, ranks: Mapping[Publisher, Rank]
-    ) -> tuple[Ask, dict[Publisher, int]]:
-        """Promises of engines that do not announce their windows, times what they kept so far.
-
-        Also the tokens that were promised by events alone, per such engine.
-        """
-        promised = {
-            r.publisher: r.tokens
-            for r in ask.resumes
-            if r.tokens and r.publisher in ranks and not ranks[r.publisher].layout.announced()
-        }
-        if not promised:
-            return ask, promised
-        resumes = [self._believed(r) if r.publisher in promised else r for r in ask.resumes]
-        resumes.sort(key=lambda r: (-r.tokens, -r.chain_tokens, r.publisher))
-        return msgspec.structs.replace(ask, resumes=resumes), promised
-
-    def _believed(self, resume: Resume) -> Resume:
-        share = self.gaps[resume.publisher].confidence()
-        tiers = tuple(int(tokens * share) for tokens in resume.tier_tokens)
-        return msgspec.structs.replace(resume, tokens=sum(tiers), tier_tokens=tiers)
+                return decision
+        unkeyed = Question(request.id, prompt.count, tuple(ranks), unkeyed=reason)
+        decision = self._dispatcher.handle(unkeyed, self._clock())
+        assert decision is not None
+        return decision
 
 
 def scope_of(request: Inbound) -> Scope:
@@ -389,3 +268,13 @@ def scope_of(request: Inbound) -> Scope:
 
 def _target(rank: Rank, plan: Plan) -> Target:
     return Target(str(rank.publisher), rank.url, rank.headers, plan.resume_tokens)
+
+
+def _adapter(rank: Rank, request: Inbound) -> str:
+    model = request.body.get("model")
+    return rank.models.get(model, "") if isinstance(model, str) else ""
+
+
+def _publisher(entry: Entry, target: Target) -> Publisher:
+    plans = entry.decision.plans
+    return next(p.publisher for p in plans if str(p.publisher) == target.worker)

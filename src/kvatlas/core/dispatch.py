@@ -1,0 +1,345 @@
+"""One request from its block keys to its end: directory, router, and what engines keep of promises.
+
+The service and the simulator drive the same `Dispatcher`, each in its own time. All that reaches
+it is an `Input`; with a ``tap`` each one is also handed out as it comes in, and the same inputs
+given to `handle` of a fresh dispatcher make the same decisions again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+import msgspec
+
+from kvatlas.core.claims import Applied
+from kvatlas.core.directory import Directory
+from kvatlas.core.events import Event
+from kvatlas.core.keys import PUBLIC, Keyring, Scope
+from kvatlas.core.layout import Layout
+from kvatlas.core.promises import HitGap, PredictionError
+from kvatlas.core.records import Publisher, Resume
+from kvatlas.core.router import Ask, Decision, Plan, Router
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """A publisher can be asked from now on; again with another fingerprint: the old life goes."""
+
+    publisher: Publisher
+    layout: Layout
+    fingerprint: bytes
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """No longer configured; its requests in flight end by themselves."""
+
+    publisher: Publisher
+
+
+class SetUp(msgspec.Struct, frozen=True, tag=True):
+    """Health as polled."""
+
+    publisher: Publisher
+    up: bool
+
+
+class SetLoad(msgspec.Struct, frozen=True, tag=True):
+    """Requests running and waiting, as the engine itself reports them."""
+
+    publisher: Publisher
+    requests: int
+
+
+class Apply(msgspec.Struct, frozen=True, tag=True):
+    """KV events of one publisher, in order."""
+
+    publisher: Publisher
+    events: tuple[Event, ...]
+
+
+class Reset(msgspec.Struct, frozen=True, tag=True):
+    """A new epoch of a publisher, or doubt that cannot be repaired."""
+
+    publisher: Publisher
+
+
+class Believe(msgspec.Struct, frozen=True, tag=True):
+    """Whether a publisher's claims speak of the present."""
+
+    publisher: Publisher
+    believed: bool
+
+
+class Sweep(msgspec.Struct, frozen=True, tag=True):
+    """Time to clear up to ``budget`` keys of lives that ended."""
+
+    budget: int
+
+
+class Question(msgspec.Struct, frozen=True, tag=True):
+    """A request to be routed. ``keys``: per fingerprint those of `Dispatcher.keys`; ``unkeyed``
+    says why there are none. ``prompt_tokens`` is -1 where unknown."""
+
+    id: str
+    prompt_tokens: int
+    among: tuple[Publisher, ...]
+    keys: Mapping[bytes, list[bytes]] = {}
+    unkeyed: str = ""
+
+
+class Sent(msgspec.Struct, frozen=True, tag=True):
+    """The request goes to ``publisher`` now."""
+
+    id: str
+    publisher: Publisher
+
+
+class FirstToken(msgspec.Struct, frozen=True, tag=True):
+    """The answer began."""
+
+    id: str
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The request is over on ``publisher``; figures are -1 where they are not known."""
+
+    id: str
+    publisher: Publisher
+    ok: bool
+    cached_tokens: int = -1
+    ttft_s: float = -1.0
+
+
+Input = (
+    Join
+    | Leave
+    | SetUp
+    | SetLoad
+    | Apply
+    | Reset
+    | Believe
+    | Sweep
+    | Question
+    | Sent
+    | FirstToken
+    | Finished
+)
+
+
+class _Pending(msgspec.Struct):
+    ask: Ask
+    plans: dict[Publisher, Plan]
+    promised: dict[Publisher, int]  # by events alone, where less was counted
+
+
+class Dispatcher:
+    """Owned by one thread. ``now`` must not decrease. It is what the engine feed applies to."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        router: Router,
+        keyring: Keyring,
+        *,
+        tap: Callable[[float, Input], None] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.router = router
+        self._keyring = keyring
+        self._tap = tap
+        self._now = 0.0
+        self._layouts: dict[Publisher, tuple[Layout, bytes]] = {}
+        self._pending: dict[str, _Pending] = {}
+        self.gaps: dict[Publisher, HitGap] = {}
+        self.errors: dict[Publisher, PredictionError] = {}
+        self.decisions = 0
+
+    def handle(self, event: Input, now: float) -> Decision | None:
+        """Take one input in; a `Question` is answered, everything else is noted."""
+        self._now = now
+        match event:
+            case Apply():
+                self.apply(event.publisher, event.events)
+                return None
+            case Reset():
+                self.reset(event.publisher)
+                return None
+            case Believe():
+                self.believe(event.publisher, event.believed)
+                return None
+        self._note(event)
+        match event:
+            case Question():
+                return self._decide(event)
+            case Sent():
+                self._sent(event)
+            case FirstToken():
+                self.router.first_token(event.id, now)
+            case Finished():
+                self._finished(event)
+            case SetUp():
+                self.router.set_up(event.publisher, event.up)
+            case SetLoad():
+                self.router.set_load(event.publisher, event.requests)
+            case Join():
+                self._join(event)
+            case Leave():
+                self._leave(event.publisher)
+            case Sweep():
+                self.directory.sweep(event.budget)
+        return None
+
+    def _note(self, event: Input) -> None:
+        if self._tap is not None:
+            self._tap(self._now, event)
+
+    # -- the feed's side ------------------------------------------------------------------------
+
+    def apply(self, publisher: Publisher, events: Iterable[Event]) -> Applied:
+        """As `Directory.apply`."""
+        events = tuple(events)
+        self._note(Apply(publisher, events))
+        return self.directory.apply(publisher, events)
+
+    def reset(self, publisher: Publisher) -> None:
+        """As `Directory.reset`."""
+        self._note(Reset(publisher))
+        self.directory.reset(publisher)
+
+    def believe(self, publisher: Publisher, believed: bool) -> None:
+        """As `Directory.believe`."""
+        self._note(Believe(publisher, believed))
+        self.directory.believe(publisher, believed)
+
+    # -- publishers -----------------------------------------------------------------------------
+
+    def _join(self, event: Join) -> None:
+        publisher, layout, fingerprint = event.publisher, event.layout, event.fingerprint
+        known = self._layouts.get(publisher)
+        if known is not None and known[1] != fingerprint:
+            self._leave(publisher)
+        self.directory.register(publisher, layout, fingerprint)
+        self.router.add(publisher, layout, fingerprint)
+        self._layouts[publisher] = layout, fingerprint
+        self.gaps.setdefault(publisher, HitGap())
+        self.errors.setdefault(publisher, PredictionError())
+
+    def _leave(self, publisher: Publisher) -> None:
+        if self._layouts.pop(publisher, None) is not None:
+            self.directory.unregister(publisher)
+            self.router.remove(publisher)
+            self.gaps.pop(publisher, None)
+            self.errors.pop(publisher, None)
+
+    # -- one request ----------------------------------------------------------------------------
+
+    def keys(
+        self, publisher: Publisher, tokens: bytes, scope: Scope = PUBLIC, adapter: str = ""
+    ) -> list[bytes]:
+        """Keys of the prompt's blocks that matter to this engine (`Layout.asked_blocks`).
+        ``tokens`` are uint32 ids, little endian. Raises KeyError for one that did not join."""
+        layout, fingerprint = self._layouts[publisher]
+        root = self._keyring.root(fingerprint, scope, adapter)
+        size_bytes = layout.asked_blocks(len(tokens) // 4) * layout.grid_tokens * 4
+        return self._keyring.chain(root, memoryview(tokens)[:size_bytes], layout.grid_tokens)
+
+    def question(
+        self,
+        id: str,
+        tokens: bytes,
+        among: Mapping[Publisher, str] | Collection[Publisher],
+        scope: Scope = PUBLIC,
+    ) -> Question:
+        """A prompt as a question; ``among`` may name the adapter that each candidate would use."""
+        adapters = among if isinstance(among, Mapping) else dict.fromkeys(among, "")
+        keys: dict[bytes, list[bytes]] = {}
+        for publisher, adapter in adapters.items():
+            fingerprint = self._layouts[publisher][1]
+            if fingerprint not in keys:
+                keys[fingerprint] = self.keys(publisher, tokens, scope, adapter)
+        return Question(id, len(tokens) // 4, tuple(adapters), keys)
+
+    def _decide(self, event: Question) -> Decision:
+        ask, promised = self._discounted(self._ask(event))
+        if ask.id in self._pending:  # equal ids from two clients must not share books
+            ask = msgspec.structs.replace(ask, id=self._free_id(ask.id))
+        decision = self.router.peek(ask, self._now, among=event.among)
+        plans = {plan.publisher: plan for plan in decision.plans}
+        self._pending[ask.id] = _Pending(ask, plans, promised)
+        self.decisions += 1
+        return decision
+
+    def _free_id(self, id: str) -> str:
+        while id in self._pending:
+            id = f"{id}#{self.decisions}"
+        return id
+
+    def _ask(self, event: Question) -> Ask:
+        if event.unkeyed:
+            return Ask(event.id, event.prompt_tokens, {}, (), event.unkeyed)
+        pools = {fp: layout for layout, fp in map(self._layouts.__getitem__, event.among)}
+        keys: dict[bytes, list[bytes]] = {}
+        resumes: list[Resume] = []
+        for fingerprint, chain in event.keys.items():
+            resumes.extend(self.directory.peek(chain, fingerprint))
+            # one token must be computed
+            whole = (event.prompt_tokens - 1) // pools[fingerprint].grid_tokens
+            keys[fingerprint] = chain[:whole]
+        if len(keys) > 1:
+            resumes.sort(key=_deepest_first)
+        return Ask(event.id, event.prompt_tokens, keys, resumes)
+
+    def _discounted(self, ask: Ask) -> tuple[Ask, dict[Publisher, int]]:
+        """Promises of engines that do not announce their windows, times what they kept so far.
+
+        Also the tokens that were promised by events alone, per such engine.
+        """
+        promised = {
+            r.publisher: r.tokens
+            for r in ask.resumes
+            if r.tokens and not self._layouts[r.publisher][0].announced()
+        }
+        if not promised:
+            return ask, promised
+        resumes = [self._believed(r) if r.publisher in promised else r for r in ask.resumes]
+        resumes.sort(key=_deepest_first)
+        return msgspec.structs.replace(ask, resumes=resumes), promised
+
+    def _believed(self, resume: Resume) -> Resume:
+        share = self.gaps[resume.publisher].confidence()
+        tiers = tuple(int(tokens * share) for tokens in resume.tier_tokens)
+        return msgspec.structs.replace(resume, tokens=sum(tiers), tier_tokens=tiers)
+
+    def shares(self, id: str) -> dict[Publisher, float]:
+        """Of a pending request: how much was counted of what events alone promised."""
+        return {p: self.gaps[p].confidence() for p in self._pending[id].promised}
+
+    def _sent(self, event: Sent) -> None:
+        pending = self._pending.get(event.id)
+        if pending is not None and event.publisher in pending.plans:
+            self.router.begin(pending.ask, pending.plans[event.publisher], self._now)
+
+    def _finished(self, event: Finished) -> None:
+        """Free the books and learn."""
+        pending = self._pending.pop(event.id, None)
+        if pending is None:
+            return
+        cached = event.cached_tokens
+        self.router.end(event.id, self._now, ok=event.ok, cached_tokens=cached)
+        plan = pending.plans.get(event.publisher)
+        if not event.ok or pending.ask.unkeyed or plan is None or event.publisher not in self.gaps:
+            return
+        # An engine that announces nothing promises nothing: the feed has its own flag.
+        if cached >= 0 and self.directory.holders_of(event.publisher):
+            promised = pending.promised.get(event.publisher, plan.resume_tokens)
+            self.gaps[event.publisher].observe(promised, cached, plan.expected_tokens)
+        if event.ttft_s >= 0:
+            self.errors[event.publisher].observe(plan.price.ttft_s, event.ttft_s)
+
+    def plan(self, id: str, publisher: Publisher) -> Plan | None:
+        """The plan by which a pending request would be sent to ``publisher``."""
+        pending = self._pending.get(id)
+        return pending.plans.get(publisher) if pending is not None else None
+
+
+def _deepest_first(resume: Resume) -> tuple[int, int, Publisher]:
+    return -resume.tokens, -resume.chain_tokens, resume.publisher
