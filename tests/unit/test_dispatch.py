@@ -34,6 +34,7 @@ from kvatlas.core.router import Decision, Router
 BLOCK = 16
 FP = b"\1" * 32
 ENGINES = [Publisher("a"), Publisher("b"), Publisher("b", 1)]
+AMONG = tuple((engine, "") for engine in ENGINES)
 
 
 def fresh(record: list[tuple[float, Input]] | None = None) -> Dispatcher:
@@ -67,7 +68,7 @@ def live(dispatcher: Dispatcher, seed: int) -> list[Decision]:
                 dispatcher.believe(engine, True)
                 dispatcher.handle(Sweep(100), now)
             case _:
-                question = dispatcher.question(f"r{step % 50}", rng.choice(prompts), ENGINES)
+                question = Question(f"r{step % 50}", AMONG, rng.choice(prompts))
                 decision = dispatcher.handle(question, now)
                 assert decision is not None
                 decisions.append(decision)
@@ -112,7 +113,7 @@ def test_an_id_in_use_gets_books_of_its_own() -> None:
     ids = array("I", range(40)).tobytes()
     names = []
     for _ in range(3):
-        decision = dispatcher.handle(dispatcher.question("r", ids, ENGINES[:1]), 0.0)
+        decision = dispatcher.handle(Question("r", AMONG[:1], ids), 0.0)
         assert decision is not None
         names.append(decision.id)
         dispatcher.handle(Sent(decision.id, ENGINES[0]), 0.0)

@@ -7,7 +7,7 @@ given to `handle` of a fresh dispatcher make the same decisions again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -76,14 +76,18 @@ class Sweep(msgspec.Struct, frozen=True, tag=True):
 
 
 class Question(msgspec.Struct, frozen=True, tag=True):
-    """A request to be routed. ``keys``: per fingerprint those of `Dispatcher.keys`; ``unkeyed``
-    says why there are none. ``prompt_tokens`` is -1 where unknown."""
+    """A request to be routed among publishers, each with the adapter that it would use.
+
+    ``tokens`` are uint32 ids, little endian; ``unkeyed`` says why there are none, and
+    ``prompt_tokens`` then how many there would be (-1 where that is not known either).
+    """
 
     id: str
-    prompt_tokens: int
-    among: tuple[Publisher, ...]
-    keys: Mapping[bytes, list[bytes]] = {}
+    among: tuple[tuple[Publisher, str], ...]
+    tokens: bytes = b""
+    scope: Scope = PUBLIC
     unkeyed: str = ""
+    prompt_tokens: int = -1
 
 
 class Sent(msgspec.Struct, frozen=True, tag=True):
@@ -242,27 +246,12 @@ class Dispatcher:
         size_bytes = layout.asked_blocks(len(tokens) // 4) * layout.grid_tokens * 4
         return self._keyring.chain(root, memoryview(tokens)[:size_bytes], layout.grid_tokens)
 
-    def question(
-        self,
-        id: str,
-        tokens: bytes,
-        among: Mapping[Publisher, str] | Collection[Publisher],
-        scope: Scope = PUBLIC,
-    ) -> Question:
-        """A prompt as a question; ``among`` may name the adapter that each candidate would use."""
-        adapters = among if isinstance(among, Mapping) else dict.fromkeys(among, "")
-        keys: dict[bytes, list[bytes]] = {}
-        for publisher, adapter in adapters.items():
-            fingerprint = self._layouts[publisher][1]
-            if fingerprint not in keys:
-                keys[fingerprint] = self.keys(publisher, tokens, scope, adapter)
-        return Question(id, len(tokens) // 4, tuple(adapters), keys)
-
     def _decide(self, event: Question) -> Decision:
         ask, promised = self._discounted(self._ask(event))
         if ask.id in self._pending:  # equal ids from two clients must not share books
             ask = msgspec.structs.replace(ask, id=self._free_id(ask.id))
-        decision = self.router.peek(ask, self._now, among=event.among)
+        among = [publisher for publisher, _ in event.among]
+        decision = self.router.peek(ask, self._now, among=among)
         plans = {plan.publisher: plan for plan in decision.plans}
         self._pending[ask.id] = _Pending(ask, plans, promised)
         self.decisions += 1
@@ -276,17 +265,20 @@ class Dispatcher:
     def _ask(self, event: Question) -> Ask:
         if event.unkeyed:
             return Ask(event.id, event.prompt_tokens, {}, (), event.unkeyed)
-        pools = {fp: layout for layout, fp in map(self._layouts.__getitem__, event.among)}
+        count = len(event.tokens) // 4
         keys: dict[bytes, list[bytes]] = {}
         resumes: list[Resume] = []
-        for fingerprint, chain in event.keys.items():
+        for publisher, adapter in event.among:
+            layout, fingerprint = self._layouts[publisher]
+            if fingerprint in keys:
+                continue
+            chain = self.keys(publisher, event.tokens, event.scope, adapter)
             resumes.extend(self.directory.peek(chain, fingerprint))
             # one token must be computed
-            whole = (event.prompt_tokens - 1) // pools[fingerprint].grid_tokens
-            keys[fingerprint] = chain[:whole]
+            keys[fingerprint] = chain[: (count - 1) // layout.grid_tokens]
         if len(keys) > 1:
             resumes.sort(key=_deepest_first)
-        return Ask(event.id, event.prompt_tokens, keys, resumes)
+        return Ask(event.id, count, keys, resumes)
 
     def _discounted(self, ask: Ask) -> tuple[Ask, dict[Publisher, int]]:
         """Promises of engines that do not announce their windows, times what they kept so far.

@@ -242,11 +242,9 @@ class Steering:
         if not reason:
             # A batch goes where its longest prompt can be resumed: it is sent as one request.
             tokens = max((prompt.tokens, *prompt.others), key=len)
-            adapters = {p: _adapter(rank, request) for p, rank in ranks.items()}
+            among = tuple((p, _adapter(rank, request)) for p, rank in ranks.items())
             try:
-                question = self._dispatcher.question(
-                    request.id, tokens, adapters, scope_of(request)
-                )
+                question = Question(request.id, among, tokens, scope_of(request))
                 decision = self._dispatcher.handle(question, self._clock())
             except Exception as error:  # fail open: nor must the directory
                 reason = self._failed("directory", request, error)
@@ -254,7 +252,12 @@ class Steering:
                 assert decision is not None
                 self._faults.pop("directory", None)
                 return decision
-        unkeyed = Question(request.id, prompt.count, tuple(ranks), unkeyed=reason)
+        unkeyed = Question(
+            request.id,
+            tuple((publisher, "") for publisher in ranks),
+            unkeyed=reason,
+            prompt_tokens=prompt.count,
+        )
         decision = self._dispatcher.handle(unkeyed, self._clock())
         assert decision is not None
         return decision
