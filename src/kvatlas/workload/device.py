@@ -12,10 +12,21 @@ from kvatlas.errors import ConfigError
 
 PREFILL_EFFICIENCY = 0.45  # share of peak FLOPs that a prefill reaches (assumption)
 MEMORY_EFFICIENCY = 0.8  # share of peak memory bandwidth that a decode reaches (assumption)
+STEP_S = 0.001  # fixed cost of a step (assumption)
+LINK_LATENCY_S = 5e-6  # of one small exchange between accelerators of one machine (assumption)
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One accelerator. ``flops`` maps a precision (bf16, fp8, fp4) to dense peak FLOP/s."""
+    """One accelerator, and how much of it an engine reaches.
+
+    ``flops`` maps a precision (bf16, fp8, fp4) to dense peak FLOP/s. The efficiencies are shares
+    of the peak: of FLOP/s, of memory bandwidth when weights are read, and when KV state is
+    (``attention_efficiency``; None: the same). ``step_s``, ``layer_s``, ``request_s`` are fixed
+    costs per step, per layer of the model and step, and per request and step. The link is the one
+    between the accelerators that share a model: reached bytes/s one way, and seconds per exchange.
+    ``usd_per_hour`` is one device's price, 0 where no source names one. Raises ConfigError where a
+    figure cannot be.
+    """
 
     name: str
     flops: dict[str, float]
@@ -23,6 +34,31 @@ class Device(msgspec.Struct, frozen=True):
     memory_bytes_per_s: float
     compute_efficiency: float = PREFILL_EFFICIENCY
     memory_efficiency: float = MEMORY_EFFICIENCY
+    attention_efficiency: float | None = None
+    step_s: float = STEP_S
+    layer_s: float = 0.0
+    request_s: float = 0.0
+    link_bytes_per_s: float = 450e9
+    link_latency_s: float = LINK_LATENCY_S
+    usd_per_hour: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.flops:
+            raise ConfigError(f"device {self.name!r}: flops needs at least one precision")
+        above = {f"flops.{k}": v for k, v in self.flops.items()}
+        for field in ("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s"):
+            above[field] = getattr(self, field)
+        for field in ("compute_efficiency", "memory_efficiency", "attention_efficiency"):
+            share = getattr(self, field)
+            if share is not None and not 0 < share <= 1:
+                raise ConfigError(f"device {self.name!r}: {field} is {share}: above 0, at most 1")
+        for field, value in above.items():
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"device {self.name!r}: {field} is {value}: above 0 is needed")
+        for field in ("step_s", "layer_s", "request_s", "link_latency_s", "usd_per_hour"):
+            value = getattr(self, field)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"device {self.name!r}: {field} is {value}: 0 or more is needed")
 
     def compute_rate(self, precision: str) -> float:
         """FLOP/s that a prefill reaches. Raises ConfigError for a precision it has no figure of."""
@@ -33,9 +69,19 @@ class Device(msgspec.Struct, frozen=True):
             )
         return self.flops[precision] * self.compute_efficiency
 
+    def attention_rate(self) -> float:
+        """FLOP/s of attention, which engines compute in bf16 whatever the weights are in."""
+        slowest = min(self.flops.values())
+        return self.flops.get("bf16", slowest) * self.compute_efficiency
+
     def memory_rate(self) -> float:
-        """Bytes/s that a decode reaches."""
+        """Bytes/s that reading weights reaches."""
         return self.memory_bytes_per_s * self.memory_efficiency
+
+    def state_rate(self) -> float:
+        """Bytes/s that reading KV state reaches."""
+        share = self.attention_efficiency
+        return self.memory_bytes_per_s * (self.memory_efficiency if share is None else share)
 
 
 DEVICES: dict[str, Device] = {

@@ -7,8 +7,10 @@ import msgspec
 from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError
 from kvatlas.workload.device import Device
+from kvatlas.workload.shape import Shape, width_bytes
 
 BLOCKS_MAX = 1 << 26  # of one pool; each takes memory here too
+STEP_OVERHEAD_S = 0.001  # where neither device nor spec says (assumption)
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -16,14 +18,16 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
     ``blocks``: usable blocks of the pool. ``step_tokens``: tokens that one step may compute.
     ``context_tokens``: longest prompt plus output. ``retention_tokens``: see `Pool`. More than
-    ``max_waiting`` waiting requests are refused.
+    ``max_waiting`` waiting requests are refused. ``max_held`` bounds the blocks that are kept
+    from eviction while they are copied away; None: a quarter of the pool.
 
-    Time: either ``device`` (``devices`` of them working together in ``precision``, on a model of
-    ``weight_bytes`` in all, its inactive experts included; 0 means that every weight is active),
-    or the two measured figures ``prefill_tokens_per_s`` and ``decode_step_s``, which win where
-    both are given.
-    ``step_overhead_s`` is the fixed cost of a step (an assumption until calibrated). All of it is
-    multiplied by ``time_scale``; 0 makes every step instant.
+    Time: either ``device`` (``devices`` of them working together in ``precision``), or the two
+    measured figures ``prefill_tokens_per_s`` and ``decode_step_s``, which win where both are
+    given. What a step reads and exchanges follows from ``shape`` (its experts held in
+    ``expert_precision``, "" the same, by ``expert_ranks`` engine ranks together: data-parallel
+    attention); without it from ``weight_bytes``, inactive experts included, 0 meaning that every
+    weight is active. ``step_overhead_s`` is the fixed cost of a step, None the device's own. All
+    of it is multiplied by ``time_scale``; 0 makes every step instant.
     """
 
     blocks: int
@@ -32,27 +36,32 @@ class EngineSpec(msgspec.Struct, frozen=True):
     step_tokens: int = 8192
     context_tokens: int = 1 << 20
     retention_tokens: int | None = 0
+    max_held: int | None = None
     device: Device | None = None
     devices: int = 1
     precision: str = "fp8"
+    shape: Shape | None = None
+    expert_precision: str = ""
+    expert_ranks: int = 1
     weight_bytes: int = 0
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
-    step_overhead_s: float = 0.001
+    step_overhead_s: float | None = None
     time_scale: float = 1.0
 
     def check(self, layout: Layout) -> None:
         """Raises ConfigError naming the first field that cannot work with this layout."""
         least = {"blocks": 1, "max_running": 1, "max_waiting": 1, "step_tokens": 1}
-        least |= {"context_tokens": 2, "devices": 1}
+        least |= {"context_tokens": 2, "devices": 1, "expert_ranks": 1}
         for field, bound in least.items():
             if getattr(self, field) < bound:
                 raise ConfigError(f"{field} is {getattr(self, field)}: give at least {bound}")
         if self.blocks > BLOCKS_MAX:
             raise ConfigError(f"blocks is {self.blocks}: give at most {BLOCKS_MAX}")
         for field in ("weight_bytes", "step_overhead_s", "time_scale"):
-            if not 0 <= getattr(self, field) < float("inf"):
-                raise ConfigError(f"{field} is {getattr(self, field)}: give a number from 0 up")
+            value = getattr(self, field)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"{field} is {value}: give a number from 0 up")
         measured = (self.prefill_tokens_per_s, self.decode_step_s)
         if measured != (None, None):
             if None in measured or self.prefill_tokens_per_s == 0:
@@ -68,3 +77,4 @@ class EngineSpec(msgspec.Struct, frozen=True):
             raise ConfigError("give a device, or prefill_tokens_per_s and decode_step_s")
         else:
             self.device.compute_rate(self.precision)
+            width_bytes(self.expert_precision or self.precision)

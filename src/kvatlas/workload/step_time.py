@@ -1,61 +1,130 @@
-"""How long one step of the engine model takes, from what it computes and reads. Pure."""
+"""How long one step of the engine model takes, from what it computes, reads and exchanges. Pure.
+
+A step is a chain of kernels, so its time is a sum, and inside each part the slower of arithmetic
+and memory counts (Williams et al., "Roofline", CACM 2009):
+
+    weights     max(operations / FLOP/s, bytes read / bandwidth)      once per step
+    attention   max(operations / FLOP/s, state read / bandwidth)      per request
+    exchange    two collectives per layer (Megatron-LM, arXiv 1909.08053)
+    fixed       per step, per layer and per request: scheduling, launches, sampling
+
+What is reached of the peak rates, and the fixed costs, belong to the `Device`; they are
+assumptions until `kvatlas validate calibrate` has fitted them.
+"""
 
 from __future__ import annotations
 
 from kvatlas.core.layout import Layout
-from kvatlas.workload.spec import EngineSpec
+from kvatlas.workload.shape import width_bytes
+from kvatlas.workload.spec import STEP_OVERHEAD_S, EngineSpec
 
-_WEIGHT_WIDTH = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5}  # bytes per weight
+_EXCHANGES_PER_LAYER = 2  # after attention and after the feed-forward part
+_ACTIVATION_BYTES = 2  # bf16
 
 
 class StepTime:
-    """Seconds that one step takes, from its work. Pure arithmetic on an `EngineSpec`."""
+    """Seconds that one step takes, from its work. Pure arithmetic on an `EngineSpec`.
+
+    It never shrinks when work is added: a batch takes at least as long as each of its parts.
+    """
 
     def __init__(self, spec: EngineSpec, layout: Layout) -> None:
         spec.check(layout)
-        self._layout = layout
         self._scale = spec.time_scale
-        self._overhead = spec.step_overhead_s
         self._prefill_rate = spec.prefill_tokens_per_s
         self._decode_step_s = spec.decode_step_s or 0.0
+        own = spec.step_overhead_s
+        self._step_s = STEP_OVERHEAD_S if own is None else own
+        self._token_s = self._request_s = 0.0
         if self._prefill_rate is None:
-            assert spec.device is not None
-            assert layout.compute is not None
-            self._compute = layout.compute
-            self._flops = spec.device.compute_rate(spec.precision) * spec.devices
-            self._bytes_per_s = spec.device.memory_rate() * spec.devices
-            # Two operations per weight and token: half the linear FLOPs are the active weights.
-            active = layout.compute.linear / 2 * _WEIGHT_WIDTH[spec.precision]
-            self._weight_bytes = max(active, spec.weight_bytes)
-            self._idle_share = 1 - active / self._weight_bytes
-            pair = layout.compute.attention + layout.compute.scoring
-            self._scored_share = layout.compute.scoring / pair if pair else 0.0
-            self._bytes_per_token = layout.page_bytes_per_token()
-            self._fixed_bytes = layout.resume_point_bytes()
+            self._from_device(spec, layout)
+
+    def _from_device(self, spec: EngineSpec, layout: Layout) -> None:
+        device, compute = spec.device, layout.compute
+        assert device is not None
+        assert compute is not None
+        self._compute = compute
+        many = spec.devices
+        self._flops = device.compute_rate(spec.precision) * many
+        self._attention_flops = device.attention_rate() * many
+        self._bytes_per_s = device.memory_rate() * many
+        # Where every device holds all of the state, each reads all of it.
+        split = 1 if layout.tensor_parallel == "replicated" else many
+        self._state_bytes_per_s = device.state_rate() * split
+        pair = compute.attention + compute.scoring
+        self._scored_share = compute.scoring / pair if pair else 0.0
+        self._bytes_per_token = layout.page_bytes_per_token()
+        self._fixed_bytes = layout.resume_point_bytes()
+        self._weights(spec)
+        self._request_s = device.request_s
+        if spec.step_overhead_s is None:
+            self._step_s = device.step_s
+        if spec.shape is not None:
+            self._step_s += spec.shape.layers * device.layer_s
+            self._exchange(spec)
+
+    def _weights(self, spec: EngineSpec) -> None:
+        """Bytes that every step reads, and those of which each token picks a share by itself."""
+        width, shape = width_bytes(spec.precision), spec.shape
+        if shape is None:  # all that is not active is taken for experts that nobody chose
+            active = self._compute.linear / 2 * width
+            self._always_bytes, self._routed_bytes = 0.0, max(active, spec.weight_bytes)
+            self._idle_share = 1 - active / self._routed_bytes
+            self._head_flops = 0.0
+        else:
+            self._always_bytes = (shape.dense(self._compute) + shape.head) * width
+            self._routed_bytes = shape.routed * width_bytes(spec.expert_precision or spec.precision)
+            self._idle_share = 1 - shape.routed_share
+            self._head_flops = 2.0 * shape.head
+        self._ranks = spec.expert_ranks
+
+    def _exchange(self, spec: EngineSpec) -> None:
+        """Ring all-reduce: every device sends 2(n-1)/n of the activations; a latency each."""
+        device, shape = spec.device, spec.shape
+        assert device is not None
+        assert shape is not None
+        together = spec.devices * spec.expert_ranks
+        if together == 1:
+            return
+        exchanges = _EXCHANGES_PER_LAYER * shape.layers
+        self._step_s += exchanges * device.link_latency_s
+        sent = 2 * (together - 1) / together * shape.hidden * _ACTIVATION_BYTES
+        self._token_s = exchanges * sent / device.link_bytes_per_s
 
     def seconds(self, work: list[tuple[int, int]]) -> float:
         """Duration of a step that computes tokens start…end-1 for each (start, end).
 
-        The larger of compute and memory time, plus the overhead. Memory: the weights that the
-        step's tokens touch, each token picking its experts independently, and each request's
-        state before ``start``; beyond ``attended_max`` tokens a sparse attention reads only the
-        share of it that scoring costs of a full pair.
+        Each token picks its experts independently of the others; the engine ranks that share
+        them are as busy as this one. Beyond ``attended_max`` tokens a sparse attention reads only
+        the share of a request's state that scoring costs of a full pair.
         """
         if self._prefill_rate is not None:
             prefill = sum(end - start for start, end in work if end - start > 1)
             decode = any(end - start == 1 for start, end in work)
             seconds = prefill / self._prefill_rate + (self._decode_step_s if decode else 0.0)
-            return (seconds + self._overhead) * self._scale
-        compute = self._compute
-        flops = 0.0
-        tokens = sum(end - start for start, end in work)
-        read = self._weight_bytes * (1 - self._idle_share**tokens)
-        cap = compute.attended_max
+            return (seconds + self._step_s) * self._scale
+        tokens = 0
+        attention = 0.0
         for start, end in work:
-            flops += compute.prefill_flops(start, end)
-            seen: float = start
-            if cap is not None and start > cap:
-                seen = cap + (start - cap) * self._scored_share
-            read += seen * self._bytes_per_token + self._fixed_bytes
-        seconds = max(flops / self._flops, read / self._bytes_per_s)
-        return (seconds + self._overhead) * self._scale
+            tokens += end - start
+            attention += self._attention(start, end)
+        seconds = self._linear(tokens, len(work)) + attention + tokens * self._token_s
+        return (seconds + self._step_s + len(work) * self._request_s) * self._scale
+
+    def _linear(self, tokens: int, requests: int) -> float:
+        """Everything that multiplies activations by weights: projections, experts, the head."""
+        flops = tokens * self._compute.linear + requests * self._head_flops
+        touched = 1.0 - self._idle_share ** (tokens * self._ranks)
+        read = self._always_bytes + self._routed_bytes * touched / self._ranks
+        return max(flops / self._flops, read / self._bytes_per_s)
+
+    def _attention(self, start: int, end: int) -> float:
+        """Scores and values over the request's state, which is read once."""
+        compute = self._compute
+        flops = compute.prefill_flops(start, end) - compute.linear * (end - start)
+        cap = compute.attended_max
+        seen: float = start
+        if cap is not None and start > cap:
+            seen = cap + (start - cap) * self._scored_share
+        read = seen * self._bytes_per_token + self._fixed_bytes
+        return max(flops / self._attention_flops, read / self._state_bytes_per_s)
