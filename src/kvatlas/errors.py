@@ -5,7 +5,8 @@ KvatlasError
 ├── RequestError      the client's request; answered with an OpenAI error envelope
 ├── EngineError       an engine answered wrongly or not at all
 ├── TraceError        a workload file; the text names the file, the line and what is wrong there
-└── LayoutError       a model whose KV state we cannot describe; refused, never guessed
+├── LayoutError       a model whose KV state we cannot describe; refused, never guessed
+└── LedgerError       a caller misuses a tier's books; nothing was changed
 """
 
 
@@ -45,3 +46,8 @@ class TraceError(KvatlasError):
 
 class LayoutError(KvatlasError):
     """The model's architecture or its config is unknown, contradictory or not supported."""
+
+
+class LedgerError(KvatlasError):
+    """A tier's books were misused (a commit twice, an unpin too many): a fault in kvatlas itself.
+    Nothing was changed by the call."""

@@ -1,0 +1,87 @@
+"""The sums of one tier: each byte in exactly one place, whatever happens to its entry."""
+
+from __future__ import annotations
+
+from kvatlas.core.ledger_values import Entry
+from kvatlas.core.policy.base import Key
+
+
+class Books:
+    """Entries by key, and their bytes by state and by tenant.
+
+    ``committed`` counts all entries. Of those, ``doomed`` were deleted while in use, ``leaving``
+    were chosen for eviction, ``in_use`` are pinned or leased and neither of both; what remains
+    may be chosen. An entry's state changes here only.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[Key, Entry] = {}
+        self.reserved = self.committed = self.leaving = self.doomed = self.in_use = 0
+        self.tenants: dict[str, int] = {}  # bytes reserved and committed
+        self.coming: dict[str, int] = {}  # bytes of a tenant that are leaving or doomed
+
+    def movable(self) -> int:
+        """Bytes that an eviction could choose now."""
+        return self.committed - self.in_use - self.leaving - self.doomed
+
+    def reserve(self, tenant: str, size_bytes: int) -> None:
+        """Room that is given (or taken back, where negative)."""
+        self.reserved += size_bytes
+        _add(self.tenants, tenant, size_bytes)
+
+    def put(self, entry: Entry) -> None:
+        """A new entry."""
+        self.entries[entry.key] = entry
+        self.committed += entry.facts.size_bytes
+        _add(self.tenants, entry.tenant, entry.facts.size_bytes)
+        self._tally(entry, 1)
+
+    def remove(self, entry: Entry) -> None:
+        """It is gone."""
+        self._tally(entry, -1)
+        del self.entries[entry.key]
+        self.committed -= entry.facts.size_bytes
+        _add(self.tenants, entry.tenant, -entry.facts.size_bytes)
+
+    def change(
+        self,
+        entry: Entry,
+        *,
+        pins: int = 0,
+        leases: int = 0,
+        leaving: bool | None = None,
+        doomed: bool = False,
+    ) -> Entry | None:
+        """Another state; returns the entry where that lets it go."""
+        self._tally(entry, -1)
+        entry.pins += pins
+        entry.leases += leases
+        entry.doomed = entry.doomed or doomed
+        if leaving is not None:
+            entry.leaving = leaving
+        self._tally(entry, 1)
+        if not entry.doomed or entry.pins or entry.leases or entry.leaving:
+            return None
+        self.remove(entry)
+        return entry
+
+    def _tally(self, entry: Entry, sign: int) -> None:
+        """Adds an entry to, or takes it from, the one sum that its state belongs to."""
+        size_bytes = sign * entry.facts.size_bytes
+        if entry.doomed or entry.leaving:
+            if entry.doomed:
+                self.doomed += size_bytes
+            else:
+                self.leaving += size_bytes
+            _add(self.coming, entry.tenant, size_bytes)
+        elif entry.pins or entry.leases:
+            self.in_use += size_bytes
+
+
+def _add(sums: dict[str, int], name: str, size_bytes: int) -> None:
+    """What comes to nothing is not remembered."""
+    total = sums.get(name, 0) + size_bytes
+    if total:
+        sums[name] = total
+    else:
+        sums.pop(name, None)
