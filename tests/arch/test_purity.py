@@ -20,7 +20,10 @@ ALLOWED = {
 #: Built-ins that read the world, or that differ from one process to the next.
 BANNED_CALLS = {"open", "input", "print", "exec", "eval", "__import__", "hash", "id"}
 
-PURE_MODELS = (*("device", "engine", "holding", "pool", "protocol", "spec", "state", "step_time"),)
+PURE_MODELS = (
+    *("device", "engine", "holding", "pool", "prompt_keys", "protocol", "shape", "spec", "state"),
+    *("step_time",),
+)
 
 
 def pure_modules() -> list[Path]:

@@ -183,7 +183,9 @@ class Engine:
             return (Rejected(event.id, reason),)
         if len(self._waiting) >= self.spec.max_waiting:
             return (Rejected(event.id, f"{len(self._waiting)} requests wait already", busy=True),)
-        holding = self.pool.open(event.tokens, salt=event.salt, adapter=event.adapter)
+        holding = self.pool.open(
+            event.tokens, salt=event.salt, adapter=event.adapter, keys=event.keys
+        )
         request = _Request(event, holding)
         self._requests[event.id] = request
         self._waiting.append(request)
@@ -199,6 +201,9 @@ class Engine:
             return f"request id {event.id!r} is already in use"
         if rest or not size:
             return "the prompt is empty" if not rest else "the prompt is not whole uint32 ids"
+        step, keys = self.pool.key_step, event.keys
+        if keys and not keys.belong(event.tokens, step, event.salt, event.adapter):
+            return "the keys that came with it are not those of this prompt"
         if event.output_tokens < 1:
             return f"{event.output_tokens} output tokens asked for: at least 1 is needed"
         if total > self.spec.context_tokens:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
-
 import msgspec
 
 from kvatlas.core.layout import Group, Layout
+from kvatlas.workload.prompt_keys import TOKEN_BYTES, PromptKeys, chain_key
 from kvatlas.workload.protocol import BlockRef
 
-TOKEN_BYTES = 4
+__all__ = ["TOKEN_BYTES", "Hit", "Holding", "Slot", "unroll"]
 
 
 class Slot(msgspec.Struct, frozen=True):
@@ -47,21 +46,16 @@ class Holding:
     """One request's tokens, keys and blocks. Made by `Pool.open`, changed by the pool only."""
 
     __slots__ = (
-        *("adapter", "cached", "first", "fresh", "held", "junction", "keys", "prompt"),
-        *("quiet_from", "room", "root", "salt", "size", "step", "subkeys", "tokens", "total"),
+        *("cached", "first", "fresh", "held", "junction", "keys", "later", "prompt", "quiet_from"),
+        *("room", "size", "tokens", "total"),
     )
 
-    def __init__(self, slots: int, tokens: bytes, step: int, salt: str, adapter: str) -> None:
-        self.tokens = bytearray(tokens)
-        self.prompt = len(tokens) // TOKEN_BYTES
+    def __init__(self, slots: int, keys: PromptKeys) -> None:
+        self.tokens = bytearray(keys.tokens)
+        self.prompt = len(keys.tokens) // TOKEN_BYTES
         self.size = self.prompt  # tokens known so far: the prompt and what was produced
-        self.step = step
-        self.salt = salt
-        self.adapter = adapter
-        root = msgspec.json.encode([salt, adapter]) if salt or adapter else b""
-        self.root = int.from_bytes(blake2b(root, digest_size=8).digest(), "little")
-        self.keys: list[int] = []
-        self.subkeys: dict[int, int] = {}
+        self.keys = keys
+        self.later: list[int] = []  # keys at the steps behind the prompt's end
         self.junction = 0
         self.cached = 0  # tokens up to which blocks were offered to the cache
         self.first = [0] * slots  # blocks before this left the window
@@ -84,24 +78,17 @@ class Holding:
 
     def key(self, position: int) -> int:
         """The 64-bit key of the prefix of ``position`` tokens; the same for every group."""
-        step = self.step
+        if position <= self.prompt:
+            return self.keys.key(position)
+        step = self.keys.step
         full, rest = divmod(position, step)
-        keys = self.keys
-        size = step * TOKEN_BYTES
-        while len(keys) < full:
-            parent = keys[-1] if keys else self.root
-            start = len(keys) * size
-            keys.append(_chain(parent, self.tokens[start : start + size]))
-        if not rest:
-            return keys[full - 1]
-        found = self.subkeys.get(position)
-        if found is None:
-            parent = keys[full - 1] if full else self.root
-            part = self.tokens[full * size : position * TOKEN_BYTES]
-            found = self.subkeys[position] = _chain(parent, part)
-        return found
+        before = self.prompt // step
+        later = self.later
+        while before + len(later) < full:
+            later.append(self._chained((before + len(later)) * step, step))
+        return self._chained(full * step, rest) if rest else later[full - before - 1]
 
-
-def _chain(parent: int, tokens: bytearray) -> int:
-    digest = blake2b(tokens, digest_size=8, key=parent.to_bytes(8, "little")).digest()
-    return int.from_bytes(digest, "little")
+    def _chained(self, start: int, count: int) -> int:
+        """The key of ``count`` tokens more than ``start``, a multiple of the step."""
+        parent = self.key(start) if start else self.keys.root
+        return chain_key(parent, self.tokens[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES])

@@ -21,6 +21,7 @@ from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Eve
 from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError
 from kvatlas.workload.holding import TOKEN_BYTES, Hit, Holding, Slot, unroll
+from kvatlas.workload.prompt_keys import PromptKeys, key_step
 from kvatlas.workload.protocol import BlockRef
 
 
@@ -78,8 +79,7 @@ class Pool:
         self.capacity = blocks
         self.retention = retention
         self._publish = publish
-        chains = [s.block_tokens for s in self.slots if s.chain]
-        self._key_step = gcd(grid, *chains)
+        self.key_step = key_step(layout)
         self._hash_step = gcd(*(s.block_tokens for s in self.slots))
         self._caps = [
             None
@@ -125,9 +125,16 @@ class Pool:
 
     # The life of a request ---------------------------------------------------------------------
 
-    def open(self, tokens: bytes, *, salt: str = "", adapter: str = "") -> Holding:
-        """Start a request on prompt ids (uint32, little endian). Takes no block yet."""
-        return Holding(len(self.slots), tokens, self._key_step, salt, adapter)
+    def open(
+        self, tokens: bytes, *, salt: str = "", adapter: str = "", keys: PromptKeys | None = None
+    ) -> Holding:
+        """Start a request on prompt ids (uint32, little endian). Takes no block yet.
+
+        ``keys``: those of this very prompt, where somebody made them before.
+        """
+        if keys is None:
+            keys = PromptKeys(tokens, self.key_step, salt=salt, adapter=adapter)
+        return Holding(len(self.slots), keys)
 
     def lookup(self, holding: Holding) -> Hit:
         """The longest position, at most size - 1, at which every required group is present.
@@ -412,8 +419,8 @@ class Pool:
                 group=slot.index,
                 kind=None if kind == "*" else kind,
                 window_tokens=slot.group.window_tokens,
-                salt=holding.salt if salted else "",
-                adapter=holding.adapter,
+                salt=holding.keys.salt if salted else "",
+                adapter=holding.keys.adapter,
             )
         )
 

@@ -11,20 +11,44 @@ from typing import Protocol
 import msgspec
 
 from kvatlas.core.events import Event
+from kvatlas.workload.prompt_keys import PromptKeys
+
+
+class BlockRef(msgspec.Struct, frozen=True):
+    """One physical block: ``index`` counts the group's blocks from the start of the prompt.
+
+    ``key``: what the pool finds it by; 0 while it cannot be found.
+    """
+
+    group: int  # index into the layout's groups, copies unrolled
+    index: int
+    block_id: int
+    key: int = 0
 
 
 class Arrive(msgspec.Struct, frozen=True):
-    """A request reaches the engine. ``tokens``: prompt ids, uint32 little endian, never empty."""
+    """A request reaches the engine. ``tokens``: prompt ids, uint32 little endian, never empty.
+
+    ``hand_off``: the prefill half of a P/D pair. When the last output token is out, the blocks
+    of the prompt stay until `HandedOff` or `Abort`. ``keys`` saves hashing a prompt that several
+    engines see; it must belong to these tokens, salt and adapter.
+    """
 
     id: str
     tokens: bytes
     output_tokens: int
     salt: str = ""
     adapter: str = ""
+    hand_off: bool = False
+    keys: PromptKeys | None = None
 
 
 class Abort(msgspec.Struct, frozen=True):
-    """The client left: free everything the request holds."""
+    """The client left, or a lease ran out: free everything the request holds.
+
+    While the request loads, its blocks stay allocated until `Loaded` comes: a transfer may still
+    write them.
+    """
 
     id: str
 
@@ -33,23 +57,82 @@ class ClearCache(msgspec.Struct, frozen=True):
     """Drop the prefix cache (vLLM's /reset_prefix_cache)."""
 
 
+class Loaded(msgspec.Struct, frozen=True):
+    """The answer to `Loading`: the transfer is over and writes no more.
+
+    ``tokens``: position up to which the state is there; less than was asked for after a failure.
+    The request resumes at the deepest position that is complete with it and computes the rest.
+    """
+
+    id: str
+    tokens: int
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """Keep findable blocks from being evicted while they are copied. Answered by `Held`.
+
+    A block is known by id and key: one that was evicted meanwhile, whoever has it now, is not
+    held. Each hold of a block needs a `Release`; there is a limit (`EngineSpec.max_held`).
+    """
+
+    blocks: tuple[BlockRef, ...]
+
+
+class Release(msgspec.Struct, frozen=True):
+    """End of `Hold` for blocks that `Held` named. Others are passed over."""
+
+    blocks: tuple[BlockRef, ...]
+
+
+class HandedOff(msgspec.Struct, frozen=True):
+    """The decode side has the state of a request with ``hand_off``: free it here."""
+
+    id: str
+
+
 Input = Arrive | Abort | ClearCache
 
 
-class BlockRef(msgspec.Struct, frozen=True):
-    """One physical block: ``index`` counts the group's blocks from the start of the prompt."""
-
-    group: int  # index into the layout's groups, copies unrolled
-    index: int
-    block_id: int
-
-
 class Admitted(msgspec.Struct, frozen=True):
-    """A request got its blocks: ``cached_tokens`` were resumed, from exactly ``resumed``."""
+    """A request got its blocks: ``cached_tokens`` were resumed, from exactly ``resumed``.
+
+    ``loaded_tokens`` of them, the last ones, came by a load.
+    """
 
     id: str
     cached_tokens: int
     resumed: tuple[BlockRef, ...]
+    loaded_tokens: int = 0
+
+
+class Loading(msgspec.Struct, frozen=True):
+    """A waiting request got blocks for state from outside: ``start`` tokens are here, and
+    ``blocks`` are to be filled so that it can resume at ``end``. Answer with `Loaded`.
+
+    ``blocks`` are the chain blocks of start…end-1 and of each window those that end at ``end``
+    (without keys: they become findable, and are announced, once they are loaded). Meanwhile the
+    request is not among the running ones and stands in nobody's way.
+    """
+
+    id: str
+    start: int
+    end: int
+    blocks: tuple[BlockRef, ...]
+
+
+class HandOff(msgspec.Struct, frozen=True):
+    """A request with ``hand_off`` is done: the state of its first ``tokens`` tokens (the whole
+    prompt) stays here; ``blocks`` are those of it that can be found."""
+
+    id: str
+    tokens: int
+    blocks: tuple[BlockRef, ...]
+
+
+class Held(msgspec.Struct, frozen=True):
+    """Answer to `Hold`: which of the blocks are held now. The others are gone, or too many."""
+
+    blocks: tuple[BlockRef, ...]
 
 
 class Computed(msgspec.Struct, frozen=True):
@@ -64,12 +147,19 @@ class Computed(msgspec.Struct, frozen=True):
 
 
 class Produced(msgspec.Struct, frozen=True):
-    """One output token came out; ``index`` counts from 0. ``finished`` on the last."""
+    """Output token ``index`` (from 0) came out. ``finished`` on the last.
+
+    An engine that leaps reports a run of ``count`` tokens at once: index…index+count-1, of which
+    ``token`` is the last. ``times_s`` says when each of them came; empty for a single token,
+    which came when the effect did. The first token of a request always comes alone.
+    """
 
     id: str
     index: int
     finished: bool
     token: int = 0
+    count: int = 1
+    times_s: tuple[float, ...] = ()
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -94,7 +184,23 @@ class Cleared(msgspec.Struct, frozen=True):
     done: bool
 
 
-Effect = Admitted | Computed | Produced | Rejected | Published | Cleared
+Effect = Admitted | Loading | Computed | Produced | HandOff | Held | Rejected | Published | Cleared
+
+
+class Connector(Protocol):
+    """Where state outside the engine's pool is known: tiers, or the prefill half of a P/D pair.
+
+    Asked when a waiting request is first scheduled, as vLLM asks `get_num_new_matched_tokens`.
+    """
+
+    def external(self, request: Arrive, local_tokens: int) -> int:
+        """Position up to which the request's state can be loaded; 0, or anything up to
+        ``local_tokens`` (the local hit), when there is nothing to load.
+
+        It is cut to the whole prompt, and short of that to the layout's grid. Must not change
+        what it answers from: the request may not get its blocks now, and be asked about again.
+        """
+        ...
 
 
 class Model(Protocol):

@@ -1,0 +1,73 @@
+"""The block keys of one prompt, computed once however many engines see it. Pure."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from math import gcd
+
+import msgspec
+
+from kvatlas.core.layout import Layout
+
+TOKEN_BYTES = 4
+
+
+def key_step(layout: Layout) -> int:
+    """Tokens between the positions at which keys are chained: every chain block ends on one."""
+    chains = [g.block_tokens for g in layout.groups if g.window_tokens is None]
+    return gcd(layout.grid_tokens, *chains)
+
+
+class PromptKeys:
+    """64-bit keys of prefixes of ``tokens`` (uint32 ids, little endian), each made when asked for.
+
+    For engines of one layout, ``step`` being its `key_step`: they may share it, since all that
+    they do is to read the same keys out of it.
+    """
+
+    __slots__ = ("_keys", "_subkeys", "adapter", "root", "salt", "step", "tokens")
+
+    def __init__(self, tokens: bytes, step: int, *, salt: str = "", adapter: str = "") -> None:
+        self.tokens = tokens
+        self.step = step
+        self.salt = salt
+        self.adapter = adapter
+        root = msgspec.json.encode([salt, adapter]) if salt or adapter else b""
+        self.root = int.from_bytes(blake2b(root, digest_size=8).digest(), "little")
+        self._keys: list[int] = []
+        self._subkeys: dict[int, int] = {}
+
+    def belong(self, tokens: bytes, step: int, salt: str, adapter: str) -> bool:
+        """Whether these are the keys of such a prompt in an engine with that `key_step`."""
+        return (self.step, self.salt, self.adapter) == (step, salt, adapter) and (
+            self.tokens is tokens or self.tokens == tokens
+        )
+
+    def key(self, position: int) -> int:
+        """The key of the first ``position`` tokens, at most all of them."""
+        full, rest = divmod(position, self.step)
+        keys = self._keys
+        if len(keys) < full:
+            self._extend(full)
+        if not rest:
+            return keys[full - 1]
+        found = self._subkeys.get(position)
+        if found is None:
+            parent = keys[full - 1] if full else self.root
+            part = self.tokens[full * self.step * TOKEN_BYTES : position * TOKEN_BYTES]
+            found = self._subkeys[position] = chain_key(parent, part)
+        return found
+
+    def _extend(self, count: int) -> None:
+        size = self.step * TOKEN_BYTES
+        keys, tokens = self._keys, self.tokens
+        parent = keys[-1] if keys else self.root
+        for start in range(len(keys) * size, count * size, size):
+            parent = chain_key(parent, tokens[start : start + size])
+            keys.append(parent)
+
+
+def chain_key(parent: int, tokens: bytes | bytearray) -> int:
+    """The key of a prefix from the key of a shorter one and the tokens between."""
+    digest = blake2b(tokens, digest_size=8, key=parent.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest, "little")
