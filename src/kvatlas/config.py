@@ -46,6 +46,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_tokens_per_s: Rate = 8000.0  # only until the first requests were measured
     decision_log: str = ""  # JSONL path; "" keeps the last decisions in memory only
     explain_max: Positive = 4096
+    recording: str = ""  # a new file for `kvatlas validate replay`; it holds token ids
+    recording_max_bytes: Positive = 1 << 30
 
 
 class DirectoryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

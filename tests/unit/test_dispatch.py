@@ -39,7 +39,11 @@ AMONG = tuple((engine, "") for engine in ENGINES)
 
 def fresh(record: list[tuple[float, Input]] | None = None) -> Dispatcher:
     ring = Keyring(b"a secret for the tests")
-    tap = None if record is None else lambda now, event: record.append((now, event))
+
+    def tap(now: float, event: Input, answer: Decision | None) -> None:
+        if record is not None:
+            record.append((now, event))
+
     return Dispatcher(Directory(ring), Router(), ring, tap=tap)
 
 

@@ -129,6 +129,10 @@ Input = (
 )
 
 
+#: Called after each input with its time, and with the answer to a question.
+Tap = Callable[[float, Input, Decision | None], None]
+
+
 class _Pending(msgspec.Struct):
     ask: Ask
     plans: dict[Publisher, Plan]
@@ -144,7 +148,7 @@ class Dispatcher:
         router: Router,
         keyring: Keyring,
         *,
-        tap: Callable[[float, Input], None] | None = None,
+        tap: Tap | None = None,
     ) -> None:
         self.directory = directory
         self.router = router
@@ -170,10 +174,10 @@ class Dispatcher:
             case Believe():
                 self.believe(event.publisher, event.believed)
                 return None
-        self._note(event)
+        answer: Decision | None = None
         match event:
             case Question():
-                return self._decide(event)
+                answer = self._decide(event)
             case Sent():
                 self._sent(event)
             case FirstToken():
@@ -190,11 +194,12 @@ class Dispatcher:
                 self._leave(event.publisher)
             case Sweep():
                 self.directory.sweep(event.budget)
-        return None
+        self._note(event, answer)
+        return answer
 
-    def _note(self, event: Input) -> None:
+    def _note(self, event: Input, answer: Decision | None = None) -> None:
         if self._tap is not None:
-            self._tap(self._now, event)
+            self._tap(self._now, event, answer)
 
     # -- the feed's side ------------------------------------------------------------------------
 

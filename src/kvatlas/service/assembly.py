@@ -30,6 +30,7 @@ from kvatlas.service.feed import Feed
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.inspection import Inspector, sizes
 from kvatlas.service.probe import Description
+from kvatlas.service.recording import Recorder
 from kvatlas.service.steer import Inbound
 from kvatlas.service.steering import Problems, Rank, Steering
 from kvatlas.service.tokens import Tokenizer
@@ -67,13 +68,12 @@ class Assembly:
         self.directory = Directory(keyring, limits)
         self.log = DecisionLog(config.router.explain_max, config.router.decision_log)
         self.tokenizer = self._load_tokenizer()
-        router = Router(
-            Params(
-                policy=config.router.policy,
-                prefill_tokens_per_s=config.router.prefill_tokens_per_s,
-            )
+        params = Params(
+            policy=config.router.policy,
+            prefill_tokens_per_s=config.router.prefill_tokens_per_s,
         )
-        self.dispatcher = Dispatcher(self.directory, router, keyring)
+        self.recorder = _recorder(config, params, limits)
+        self.dispatcher = Dispatcher(self.directory, Router(params), keyring, tap=self.recorder)
         self.steering = Steering(dispatcher=self.dispatcher, log=self.log, tokens=self.tokenizer)
         self.steering.health_parts.append(self._problems)
         self.steering.health_notes.append(self._notes)
@@ -123,6 +123,8 @@ class Assembly:
             await self.tokenizer.close()
         await self.client.close()
         self.log.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     # -- what the engines tell (service.engines.Listener) -----------------------------------------
 
@@ -335,6 +337,8 @@ class Assembly:
         }
         if self.log.error:
             problems["decision_log"] = {"file": self.log.error}
+        if self.recorder is not None and self.recorder.error:
+            problems["recording"] = {"file": self.recorder.error}
         for status in self.feed.status():
             if status.error:
                 problems["feed"][str(status.publisher)] = status.error
@@ -424,6 +428,11 @@ def _entries(worker: Worker) -> tuple[dict[str, object], ...]:
     ]
     adapters = [{"id": a.name, **base, "parent": a.base, "root": a.path} for a in told.adapters]
     return (*models, *adapters)
+
+
+def _recorder(config: Config, params: Params, limits: Limits) -> Recorder | None:
+    path = config.router.recording
+    return Recorder(path, config.router.recording_max_bytes, params, limits) if path else None
 
 
 def _secret(path: str) -> bytes:

@@ -1,0 +1,137 @@
+"""A recording of all that reached the dispatcher and what it decided: so that it can decide again.
+
+It holds token ids, those of prompts and those of KV events, and is therefore as confidential as
+the prompts themselves: only its owner may read the file, and nothing is recorded unless asked for.
+
+A file is frames, each a length (uint32, little endian) and so many bytes of msgpack: one `Header`,
+then `Frame`s. A gateway that was killed leaves at most one frame cut short.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from kvatlas import __version__
+from kvatlas.core.directory import Limits
+from kvatlas.core.dispatch import Input
+from kvatlas.core.router import Decision, Params
+from kvatlas.errors import ConfigError, TraceError
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+_FRAME_BYTES_MAX = 1 << 28
+_LENGTH = struct.Struct("<I")
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What the dispatcher was made with."""
+
+    format: int
+    version: str
+    params: Params
+    limits: Limits
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One input and when it came (seconds of the gateway's clock); its answer, if a question."""
+
+    at: float
+    event: Input
+    answer: Decision | None = None
+
+
+class Recorder:
+    """Writes until ``max_bytes`` are reached; ``error`` then says so, or why else it stopped."""
+
+    def __init__(self, path: str, max_bytes: int, params: Params, limits: Limits) -> None:
+        """Raises ConfigError when ``path`` cannot be made, or is there already."""
+        self.error = ""
+        self._left = max_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        self._file: BinaryIO | None = None
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise ConfigError(f"router.recording: {path}: {error.strerror}") from error
+        self._file = os.fdopen(fd, "wb", buffering=1 << 20)
+        self._write(Header(FORMAT, __version__, params, limits))
+
+    def __call__(self, now: float, event: Input, answer: Decision | None) -> None:
+        """A `Tap`."""
+        self._write(Frame(now, event, answer))
+
+    def _write(self, frame: Header | Frame) -> None:
+        if self._file is None:
+            return
+        data = self._encoder.encode(frame)
+        size = _LENGTH.size + len(data)
+        if size > self._left or len(data) > _FRAME_BYTES_MAX:
+            self._stop("router.recording_max_bytes is reached")
+            return
+        self._left -= size
+        try:
+            self._file.write(_LENGTH.pack(len(data)) + data)
+        except OSError as error:
+            self._stop(str(error.strerror))
+
+    def _stop(self, reason: str) -> None:
+        self.error = f"nothing is recorded any more: {reason}"
+        log.error("recording: %s", self.error)
+        self.close()
+
+    def close(self) -> None:
+        """Write out what is buffered and close the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self.error = f"its last part is lost: {error.strerror}"
+
+
+def read(path: Path) -> tuple[Header, Iterator[Frame]]:
+    """The header and, one at a time, the frames of a recording; a last frame that was cut short
+    is left out. Raises TraceError, also from the iterator, where the file is damaged."""
+    frames = _frames(path)
+    try:
+        header = msgspec.msgpack.decode(next(frames, b""), type=Header)
+    except msgspec.MsgspecError as error:
+        raise TraceError(f"{path}: not a recording of a gateway: {error}") from error
+    if header.format != FORMAT:
+        raise TraceError(
+            f"{path}: recorded in format {header.format} by kvatlas {header.version}; "
+            f"this one reads format {FORMAT}"
+        )
+    return header, _decoded(path, frames)
+
+
+def _decoded(path: Path, frames: Iterator[bytes]) -> Iterator[Frame]:
+    decoder = msgspec.msgpack.Decoder(Frame)
+    for number, data in enumerate(frames, start=1):
+        try:
+            yield decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise TraceError(f"{path}: frame {number}: {error}") from error
+
+
+def _frames(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
+                (size,) = _LENGTH.unpack(head)
+                if size > _FRAME_BYTES_MAX:
+                    raise TraceError(f"{path}: a frame of {size} bytes: the file is damaged")
+                data = file.read(size)
+                if len(data) < size:
+                    return
+                yield data
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
