@@ -14,6 +14,9 @@ assumptions until `kvatlas validate calibrate` has fitted them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import add
+
 from kvatlas.core.layout import Layout
 from kvatlas.workload.shape import width_bytes
 from kvatlas.workload.spec import STEP_OVERHEAD_S, EngineSpec
@@ -56,6 +59,7 @@ class StepTime:
         self._bytes_per_token = layout.page_bytes_per_token()
         self._fixed_bytes = layout.resume_point_bytes()
         self._weights(spec)
+        self._decode_lines()
         self._request_s = device.request_s
         if spec.step_overhead_s is None:
             self._step_s = device.step_s
@@ -91,6 +95,21 @@ class StepTime:
         sent = 2 * (together - 1) / together * shape.hidden * _ACTIVATION_BYTES
         self._token_s = exchanges * sent / device.link_bytes_per_s
 
+    def _decode_lines(self) -> None:
+        """Attention of a single token behind s others, in seconds: the larger of two lines in s,
+        arithmetic (slope, at 0) and memory (slope, at 0), before and beyond ``attended_max``."""
+        compute, flops, rate = self._compute, self._attention_flops, self._state_bytes_per_s
+        pair, read = compute.attention + compute.scoring, self._bytes_per_token
+        near = (pair / flops, pair / 2 / flops, read / rate, self._fixed_bytes / rate)
+        self._near = self._far = near
+        cap = compute.attended_max
+        self._cap = float("inf") if cap is None else cap
+        if cap is not None:
+            share = self._scored_share
+            fixed = cap * (1 - share) * read + self._fixed_bytes
+            above = cap * compute.attention + compute.scoring / 2
+            self._far = (compute.scoring / flops, above / flops, share * read / rate, fixed / rate)
+
     def seconds(self, work: list[tuple[int, int]]) -> float:
         """Duration of a step that computes tokens start…end-1 for each (start, end).
 
@@ -111,6 +130,25 @@ class StepTime:
         seconds = self._linear(tokens, len(work)) + attention + tokens * self._token_s
         return (seconds + self._step_s + len(work) * self._request_s) * self._scale
 
+    def run(self, starts: Sequence[int], steps: int) -> list[float]:
+        """`seconds` of each of ``steps`` steps in a row in which every request computes one token
+        and is one further than before, from ``starts`` on. To the bit what that gives."""
+        if self._prefill_rate is not None:
+            return [self.seconds([(0, 1)])] * steps
+        total = [0.0] * steps
+        for start in starts:
+            end = start + steps
+            bend = end if self._cap > end else max(start, int(self._cap))
+            a, b, c, d = self._near
+            each = [x if (x := a * s + b) > (y := c * s + d) else y for s in range(start, bend)]
+            a, b, c, d = self._far
+            each += [x if (x := a * s + b) > (y := c * s + d) else y for s in range(bend, end)]
+            total = list(map(add, total, each))
+        count = len(starts)
+        linear, exchange = self._linear(count, count), count * self._token_s
+        fixed, requests, scale = self._step_s, count * self._request_s, self._scale
+        return [(linear + each + exchange + fixed + requests) * scale for each in total]
+
     def _linear(self, tokens: int, requests: int) -> float:
         """Everything that multiplies activations by weights: projections, experts, the head."""
         flops = tokens * self._compute.linear + requests * self._head_flops
@@ -120,6 +158,9 @@ class StepTime:
 
     def _attention(self, start: int, end: int) -> float:
         """Scores and values over the request's state, which is read once."""
+        if end - start == 1:
+            a, b, c, d = self._near if start < self._cap else self._far
+            return max(a * start + b, c * start + d)
         compute = self._compute
         flops = compute.prefill_flops(start, end) - compute.linear * (end - start)
         cap = compute.attended_max
