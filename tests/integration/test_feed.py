@@ -278,6 +278,20 @@ async def test_26264_large_ids_stay_distinct_and_bad_events_stay_alone(atlas: At
         assert status.stream.resets == 0
 
 
+async def test_a_batch_that_cannot_be_read_leaves_no_claim_behind(atlas: Atlas) -> None:
+    """Removals may be in it: what was announced before it is not promised any more."""
+    async with StubPublisher() as w1:
+        atlas.follow("w1", w1)
+        await w1.subscribed()
+        w1.publish(stored("AB", 2))
+        await atlas.answers("AB", {"w1": 2})
+        w1.publish(raw=b"\xc1 no batch at all")
+        await atlas.answers("AB", {})
+        w1.publish(stored("C"))
+        await atlas.answers("C", {"w1": 1})
+        assert atlas.ask("AB") == {}
+
+
 # -- vllm#53495, the part that the feed decides ---------------------------------------------------
 
 

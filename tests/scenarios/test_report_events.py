@@ -227,12 +227,16 @@ async def test_vllm_26264_large_ids_and_malformed_events() -> None:
         bad = stored("A") | {"token_ids": "garbage"}
         w1.events.publish(p, bad, q, {"type": "BlockMoved", "n": 1})
         w1.events.publish({"type": "BlockRemoved", "block_hashes": [2**63 + 1], "medium": "GPU"})
-        w1.events.publish(raw=b"\xc1 no batch at all")
         w1.events.publish(stored("R"))
         await product.answers("R", {"w1": 1})
         assert await product.blocks("P") == {}
         assert await product.blocks("Q") == {"w1": 1}
         assert await product.blocks("AB") == {"w1": 2, "w2": 2}
+        w1.events.publish(raw=b"\xc1 no batch at all")  # removals may have been in it
+        await product.answers("AB", {"w2": 2})
+        w1.events.publish(stored("R"))
+        await product.answers("R", {"w1": 1})
+        assert await product.blocks("Q") == {}
         assert await product.feed("w1", "malformed") == 2
         assert await product.feed("w1", "unknown") == 1
 
@@ -257,7 +261,7 @@ async def test_event_garbage_is_counted_and_nobody_else_is_touched() -> None:
         w1.events.publish(stored("Y"))
         await product.answers("Y", {"w1": 1})
         assert await product.feed("w1", "malformed") >= len(huge)
-        assert await product.blocks("AB") == {"w1": 2, "w2": 2}
+        assert await product.blocks("AB") == {"w2": 2}  # w1's own removals may have been lost
         assert await product.feed("w2", "malformed") == 0
         answer = await product.post(COMPLETION, {"model": "m", "prompt": [*block_tokens("AB"), 1]})
         assert (answer.status, answer.expected) == (200, 2 * BLOCK)

@@ -172,10 +172,10 @@ def test_malformed_events_are_counted_with_a_reason(fields: dict[str, Any]) -> N
         encode([stored()]) + b"\x00",
     ],
 )
-def test_a_payload_that_is_no_batch_is_an_empty_batch(payload: bytes) -> None:
+def test_a_payload_that_is_no_batch_clears_what_was_held(payload: bytes) -> None:
     decoder = wire.Decoder()
     decoder.decode(6, encode([], ts=3.0))
-    assert decoder.decode(7, payload) == Batch(7, 3.0, (), malformed=1)
+    assert decoder.decode(7, payload) == Batch(7, 3.0, (AllBlocksCleared(),), malformed=1)
 
 
 def test_sizes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_a_time_stamp_is_a_number(ts: float) -> None:
     decoder = wire.Decoder()
     decoder.decode(0, encode([], ts=7.0))
     batch = decoder.decode(1, encode([["BlockRemoved", [1]]], ts=ts))
-    assert (batch.ts, batch.events, batch.malformed) == (7.0, (), 1)
+    assert (batch.ts, batch.events, batch.malformed) == (7.0, (AllBlocksCleared(),), 1)
 
 
 def test_the_book_of_reasons_is_limited() -> None:

@@ -147,8 +147,8 @@ class Decoder:
     def decode(self, seq: int, payload: bytes) -> Batch:
         """Never raises: what cannot be used is counted in the batch.
 
-        A payload that is no batch at all becomes an empty one with ``malformed`` 1 and the time
-        stamp of the one before, so that its sequence number is not taken for a gap.
+        A payload that is no batch at all is a hole that no replay can fill: removals may be in it,
+        so it becomes `AllBlocksCleared`, with the time stamp of the batch before.
         """
         if len(payload) > PAYLOAD_BYTES_MAX:
             return self._nothing(seq, "batch too large")
@@ -181,7 +181,7 @@ class Decoder:
 
     def _nothing(self, seq: int, reason: str) -> Batch:
         self._count(reason)
-        return Batch(seq, self._last_ts, (), malformed=1)
+        return Batch(seq, self._last_ts, (AllBlocksCleared(),), malformed=1)
 
     def _count(self, reason: str) -> None:
         if reason not in self.reasons and len(self.reasons) >= 64:
