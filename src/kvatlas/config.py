@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 from kvatlas.errors import ConfigError
 
+T = TypeVar("T")
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -114,14 +116,25 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
 
 def load(path: Path) -> Config:
     """Raises ConfigError that names the file, the line and what is wrong with it."""
+    text, config = read(path, Config, _TABLES)
+    _check(path, text, config)
+    return config
+
+
+def read(path: Path, type: type[T], tables: Mapping[str, type[msgspec.Struct]]) -> tuple[str, T]:
+    """A TOML file's text, and the value in it. ``tables``: of which form each table is.
+
+    Raises ConfigError that names the file and the line; an unknown key is told with its likeliest
+    name.
+    """
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     try:
-        config = msgspec.toml.decode(text, type=Config)
+        return text, msgspec.toml.decode(text, type=type)
     except msgspec.ValidationError as error:
-        line, message = _explain(text, str(error))
+        line, message = _explain(text, str(error), tables)
         raise ConfigError(f"{path}:{line}: {message}") from error
     except msgspec.DecodeError as error:
         told = re.search(r"at line (\d+)", str(error))
@@ -129,53 +142,53 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path}:{line}: not valid TOML: {error}") from error
     except (RecursionError, ValueError) as error:  # nested too deeply, a number without end
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    _check(path, text, config)
-    return config
 
 
 def _check(path: Path, text: str, config: Config) -> None:
     """What types alone cannot say."""
     if not config.worker:
-        line = _line_of(text, "worker")
+        line = line_of(text, "worker")
         raise ConfigError(f"{path}:{line}: no [[worker]]: name at least one engine")
     seen: set[str] = set()
     for index, worker in enumerate(config.worker):
         if worker.name in seen:
-            line = _line_of(text, f"worker[{index}].name")
+            line = line_of(text, f"worker[{index}].name")
             raise ConfigError(
                 f"{path}:{line}: two workers are named {worker.name!r}: names must differ"
             )
         seen.add(worker.name)
         if not re.fullmatch(r'[!"$-~]+', worker.name):
-            line = _line_of(text, f"worker[{index}].name")
+            line = line_of(text, f"worker[{index}].name")
             raise ConfigError(
                 f"{path}:{line}: worker {worker.name!r}: a name goes into headers and metrics: "
                 "use printable ASCII without spaces and without '#'"
             )
         if not re.fullmatch(r"http://[^/\s?#@]+(/[^\s?#]*)?", worker.url):
-            line = _line_of(text, f"worker[{index}].url")
+            line = line_of(text, f"worker[{index}].url")
             raise ConfigError(
                 f"{path}:{line}: worker {worker.name!r}: {worker.url!r} is not of the form "
                 "http://host:port"
             )
 
 
-def _explain(text: str, message: str) -> tuple[int, str]:
+def _explain(
+    text: str, message: str, tables: Mapping[str, type[msgspec.Struct]]
+) -> tuple[int, str]:
     """The line that a msgspec message speaks of, and the message in the file's own words."""
     found = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", message, re.DOTALL)
     fault, place = (found[1], found[2] or "") if found else (message, "")
     unknown = re.search(r"unknown field `(.+)`", fault)
     if not unknown:
-        return _line_of(text, place), f"{place}: {fault}" if place else fault
+        return line_of(text, place), f"{place}: {fault}" if place else fault
     key = unknown[1]
     fault = f"unknown key {f'{place}.{key}' if place else key!r}"
-    known = _TABLES[place.partition("[")[0]].__struct_fields__
+    known = tables[place.partition("[")[0]].__struct_fields__
     near = difflib.get_close_matches(key, known, 1)
     advice = f"did you mean {near[0]!r}?" if near else f"there is: {', '.join(known)}"
-    return _line_of(text, f"{place}.{key}".lstrip(".")), f"{fault}: {advice}"
+    return line_of(text, f"{place}.{key}".lstrip(".")), f"{fault}: {advice}"
 
 
-def _line_of(text: str, place: str) -> int:
+def line_of(text: str, place: str) -> int:
     """The line of ``worker[1].url`` and the like, or of the nearest table around it; else 1."""
     lines: dict[str, int] = {}
     arrays: Counter[str] = Counter()

@@ -12,7 +12,17 @@ from kvatlas.errors import KvatlasError
 
 # Each module has `add_parser(subparsers)`, which sets ``run`` on its parser, and
 # `run(args) -> int`, the exit status. The order is that of ``kvatlas --help``.
-COMMANDS = ("serve", "explain", "stub_engine", "load", "layout", "directory", "demo", "validate")
+COMMANDS = (
+    "serve",
+    "explain",
+    "stub_engine",
+    "load",
+    "sim",
+    "layout",
+    "directory",
+    "demo",
+    "validate",
+)
 
 EXIT_FAULT = 2
 EXIT_INTERRUPTED = 130

@@ -1,0 +1,219 @@
+"""``kvatlas sim``: play a trace on a simulated cluster and print what users would have felt."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvatlas.errors import ConfigError
+from kvatlas.report.latency import Slo
+from kvatlas.report.table import latency_table, slo_text
+from kvatlas.sim.cluster import Cluster, Policy, default_cluster, load_cluster
+from kvatlas.sim.gateway import Outcome
+from kvatlas.sim.report import SimReport
+from kvatlas.sim.world import Play, simulate
+from kvatlas.workload.trace import Trace, open_trace
+
+_EPILOG = """\
+The production core (directory, router, promises) runs under virtual time among modelled engines:
+equal input gives an equal result, byte by byte. Without --cluster: engines of two H200 each with
+DeepSeek V4 Flash.
+
+examples:
+  kvatlas sim --trace mooncake_conversation.jsonl.xz
+  kvatlas sim --trace trace.jsonl --engines 4 --policy round_robin --limit 2000
+  kvatlas sim --trace trace.jsonl --cluster cluster.toml --slo-ttft-s 4 --json result.json
+
+exit status: 0 every request was answered, 1 some were not, 2 the input is at fault
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "sim",
+        help="play a trace on a simulated cluster: latencies, hits, loads, before it is bought",
+        description="Play a request trace on a simulated cluster, in virtual time.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--trace", type=Path, required=True, metavar="FILE", help="the trace to play")
+    add("--cluster", type=Path, metavar="FILE", help="cluster.toml (default: see below)")
+    add("--engines", type=int, metavar="N", help="engines of the default cluster (8)")
+    add("--policy", choices=get_args(Policy), help="router's policy (the cluster's, or price)")
+    add("--seed", type=int, default=0, metavar="N", help="of everything drawn by chance (0)")
+    add("--limit", type=int, metavar="N", help="only the first N requests")
+    add("--closed-loop", action="store_true", help="turns wait for the answer before them")
+    add("--time-scale", type=float, default=1.0, metavar="X", help="multiply the trace's times (1)")
+    add("--max-output", type=int, metavar="N", help="cap on output tokens")
+    add("--block-tokens", type=int, metavar="N", help="tokens per hash id (default: as the trace)")
+    add("--slo-ttft-s", type=float, metavar="S", help="objective: time to first token")
+    add("--slo-tpot-s", type=float, metavar="S", help="objective: time per output token")
+    add("--json", type=Path, metavar="FILE", help="also write the result as JSON (- for stdout)")
+    add("--export", type=Path, metavar="FILE", help="write one JSON line per request")
+    add("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    cluster = _cluster(args)
+    play = _play(args)
+    trace = open_trace(args.trace, block_tokens=args.block_tokens)
+    slo = Slo(args.slo_ttft_s, args.slo_tpot_s)
+    with _export(args.export) as export, _progress(args, trace) as on_end:
+        report = simulate(
+            cluster, trace, play, seed=args.seed, slo=slo, export=export, on_end=on_end
+        )
+    if not report.latency.requests:
+        raise ConfigError(f"{args.trace}: no requests in it")
+    if args.json is not None:
+        _write(args.json, report)
+    if args.json is None or str(args.json) != "-":
+        show(report, Console())
+    return 1 if report.latency.failed else 0
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    if args.cluster is None:
+        engines = 8 if args.engines is None else args.engines
+        return default_cluster(engines=engines, policy=args.policy or "price")
+    if args.engines is not None:
+        raise ConfigError(
+            "--engines: the number of engines is in the cluster's file: leave one out"
+        )
+    cluster = load_cluster(args.cluster)
+    if args.policy is None:
+        return cluster
+    router = msgspec.structs.replace(cluster.router, policy=args.policy)
+    return msgspec.structs.replace(cluster, router=router)
+
+
+def _play(args: argparse.Namespace) -> Play:
+    for name in ("limit", "max_output"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
+    if not (math.isfinite(args.time_scale) and args.time_scale >= 0):
+        raise ConfigError(f"--time-scale {args.time_scale:g}: a number from 0 up is needed")
+    for name in ("slo_ttft_s", "slo_tpot_s"):
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: seconds above 0 are needed")
+    return Play(
+        limit=args.limit,
+        closed_loop=args.closed_loop,
+        time_scale=args.time_scale,
+        max_output_tokens=args.max_output,
+    )
+
+
+@contextlib.contextmanager
+def _progress(args: argparse.Namespace, trace: Trace) -> Iterator[Callable[[], None]]:
+    """A bar on stderr; what it counts up to is read off the trace first, which finds its faults
+    before anything is simulated."""
+    total = 0
+    for total, _ in enumerate(trace, 1):
+        if total == args.limit:
+            break
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=args.quiet,
+        refresh_per_second=4,
+    )
+    with progress:
+        bar = progress.add_task("requests", total=total)
+        yield lambda: progress.advance(bar)
+
+
+@contextlib.contextmanager
+def _export(path: Path | None) -> Iterator[Callable[[Outcome], None] | None]:
+    if path is None:
+        yield None
+        return
+    encode = msgspec.json.encode
+    try:
+        with path.open("wb") as file:
+            yield lambda outcome: (file.write(encode(outcome) + b"\n"), None)[1]
+    except OSError as error:
+        raise ConfigError(f"--export {path}: cannot be written: {error}") from error
+
+
+def _write(path: Path, report: SimReport) -> None:
+    text = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+    if str(path) == "-":
+        print(text.decode(), end="")
+        return
+    try:
+        path.write_bytes(text)
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written: {error}") from error
+
+
+def show(report: SimReport, console: Console) -> None:
+    """The report for people."""
+    latency, tokens, seconds = report.latency, report.tokens, report.seconds
+    console.print(latency_table(latency))
+    facts = Table(show_header=False, box=None)
+    answered = latency.requests - latency.failed
+    facts.add_row(
+        "answered", f"{answered:,} of {latency.requests:,} in {latency.duration_s:,.0f} s of trace"
+    )
+    facts.add_row(
+        "rate",
+        f"{latency.requests_per_s:.2f} requests/s, {latency.output_tokens_per_s:,.0f} tokens/s out",
+    )
+    facts.add_row(
+        "goodput",
+        f"{latency.goodput_per_s:.2f} requests/s ({latency.attained:.1%}) "
+        f"within SLO: {slo_text(latency.slo)}",
+    )
+    for tier, count in tokens.hits.items():
+        if count:
+            facts.add_row(f"hit tokens, {tier}", f"{count:,} ({count / tokens.prompt:.2%})")
+    facts.add_row("recomputed tokens", f"{tokens.recomputed:,}")
+    if tokens.unserved:
+        facts.add_row("unserved tokens", f"{tokens.unserved:,}")
+    facts.add_row("prompt tokens", f"{tokens.prompt:,}, {tokens.output:,} out")
+    facts.add_row(
+        "engine seconds",
+        f"{seconds.reused_s:,.0f} saved by hits, {seconds.recomputed_s:,.0f} spent on prefill, "
+        f"{seconds.waited_s:,.0f} waited",
+    )
+    facts.add_row(
+        "evicted blocks", f"{report.evicted_blocks:,}; {report.preemptions:,} preemptions"
+    )
+    console.print(facts)
+    console.print(_engine_table(report))
+    for kind, count in report.faults.items():
+        console.print(f"{count} × {kind}", markup=False)
+
+
+def _engine_table(report: SimReport) -> Table:
+    table = Table()
+    for name in ("engine", "requests", "prompt tokens", "hit", "tokens out", "evicted", "busy"):
+        table.add_column(name, justify="left" if name == "engine" else "right")
+    for load in report.engines:
+        share = load.hit_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
+        table.add_row(
+            load.name if load.role == "combined" else f"{load.name} ({load.role})",
+            f"{load.requests:,}",
+            f"{load.prompt_tokens:,}",
+            f"{share:.1%}",
+            f"{load.output_tokens:,}",
+            f"{load.evicted_blocks:,}",
+            f"{load.busy:.0%}",
+        )
+    return table

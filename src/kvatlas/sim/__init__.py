@@ -1,0 +1,1 @@
+"""Virtual time: the production core among modelled engines, links and faults."""

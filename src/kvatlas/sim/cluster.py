@@ -1,0 +1,289 @@
+"""cluster.toml: a cluster to simulate, as frozen values. Impossible ones are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvatlas.config import Count, DirectoryConfig, Positive, Rate, Seconds, line_of, read
+from kvatlas.core.layout import Layout
+from kvatlas.errors import ConfigError, LayoutError
+from kvatlas.sim.gateway import GatewaySpec
+from kvatlas.workload.device import DEVICES, Device, device
+from kvatlas.workload.models import load_config, load_layout
+from kvatlas.workload.pool import Pool, pool_blocks
+from kvatlas.workload.shape import Shape, shape_of
+from kvatlas.workload.spec import EngineSpec
+from kvatlas.workload.step_time import StepTime
+
+ENGINES_MAX = 1024
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Role = Literal["combined", "prefill", "decode"]
+Policy = Literal["price", "round_robin", "least_load"]
+Where = Callable[[str], str]  # place in the file → what an error begins with
+
+
+class RouterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``policy`` as in kvatlas.toml; the rate is the prior of the first few requests."""
+
+    policy: Policy = "price"
+    prefill_tokens_per_s: Rate = 8000.0
+
+
+class NetworkTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``latency_s`` of each message between gateway and engines, one way."""
+
+    latency_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0001
+
+
+class GatewayTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How patient the gateway is; the same defaults as in kvatlas.toml."""
+
+    connect_timeout_s: Seconds = 2.0
+    engine_idle_timeout_s: Seconds = 600.0
+    poll_s: Seconds = 1.0
+
+
+class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``count`` equal engines, named ``name``-0 and so on.
+
+    ``model`` is a known model, a config.json or its directory, or a plain block size as text; a
+    plain one needs ``blocks``, ``prefill_tokens_per_s`` and ``decode_step_s``. ``device`` names a
+    profile or a ``[[device]]``. ``blocks`` 0: what ``memory_share`` of the devices' memory leaves
+    beside the weights. ``retention_tokens`` -1 keeps every window on the grid.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=100)] = "engine"
+    count: Annotated[int, msgspec.Meta(ge=1, le=ENGINES_MAX)] = 1
+    role: Role = "combined"
+    model: str = "deepseek-v4-flash"
+    engine: Literal["vllm", "sglang"] = "vllm"
+    kv_dtype: str = "auto"
+    device: str = "H200"
+    devices: Positive = 1
+    precision: str = "fp8"
+    expert_precision: str = ""
+    expert_ranks: Positive = 1
+    memory_share: Share = 0.9
+    blocks: Count = 0
+    step_tokens: Positive = 8192
+    max_running: Positive = 256
+    max_waiting: Positive = 10_000
+    context_tokens: Positive = 1 << 20
+    retention_tokens: Annotated[int, msgspec.Meta(ge=-1)] = 0
+    prefill_tokens_per_s: float | None = None
+    decode_step_s: float | None = None
+    step_overhead_s: float | None = None
+
+
+class DeviceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A device of your own: the fields of `kvatlas.workload.device.Device`. ``like`` names the
+    profile whose figures stand where none is given."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+    like: str = ""
+    flops: dict[str, float] | None = None
+    memory_bytes: int | None = None
+    memory_bytes_per_s: float | None = None
+    compute_efficiency: float | None = None
+    memory_efficiency: float | None = None
+    attention_efficiency: float | None = None
+    step_s: float | None = None
+    layer_s: float | None = None
+    request_s: float | None = None
+    link_bytes_per_s: float | None = None
+    link_latency_s: float | None = None
+    usd_per_hour: float | None = None
+
+
+class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    engine: tuple[EngineTable, ...]
+    router: RouterTable = RouterTable()
+    network: NetworkTable = NetworkTable()
+    gateway: GatewayTable = GatewayTable()
+    directory: DirectoryConfig = DirectoryConfig()
+    device: tuple[DeviceTable, ...] = ()
+
+
+TABLES: dict[str, type[msgspec.Struct]] = {
+    "": ClusterFile,
+    "engine": EngineTable,
+    "router": RouterTable,
+    "network": NetworkTable,
+    "gateway": GatewayTable,
+    "directory": DirectoryConfig,
+    "device": DeviceTable,
+}
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One engine, ready to be built."""
+
+    name: str
+    role: Role
+    layout: Layout
+    spec: EngineSpec
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """A checked cluster."""
+
+    members: tuple[Member, ...]
+    router: RouterTable = RouterTable()
+    network: NetworkTable = NetworkTable()
+    gateway: GatewaySpec = GatewaySpec()
+    directory: DirectoryConfig = DirectoryConfig()
+
+    def devices(self) -> int:
+        """Accelerators in all."""
+        return sum(member.spec.devices for member in self.members)
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Raises ConfigError that names the file, the line and what is wrong with it."""
+    text, file = read(path, ClusterFile, TABLES)
+
+    def where(place: str) -> str:
+        return f"{path}:{line_of(text, place)}"
+
+    return build(file, where)
+
+
+def default_cluster(
+    *, engines: int = 8, policy: Policy = "price", model: str = "deepseek-v4-flash"
+) -> Cluster:
+    """``engines`` × two H200 with DeepSeek V4 Flash (experts in fp4, as they are published).
+    Raises ConfigError for a number of engines that is not possible."""
+    if not 1 <= engines <= ENGINES_MAX:
+        raise ConfigError(f"--engines {engines}: 1 to {ENGINES_MAX} are possible")
+    table = EngineTable(
+        name="engine", count=engines, model=model, devices=2, expert_precision="fp4"
+    )
+    file = ClusterFile(engine=(table,), router=RouterTable(policy=policy))
+    return build(file, lambda place: f"default cluster, {place}")
+
+
+def build(file: ClusterFile, where: Where) -> Cluster:
+    """Engines with layouts, pools and times. ``where(place)`` says what an error begins with.
+    Raises ConfigError for what types alone cannot say."""
+    if not file.engine:
+        raise ConfigError(f"{where('engine')}: no [[engine]]: name at least one")
+    if sum(table.count for table in file.engine) > ENGINES_MAX:
+        raise ConfigError(f"{where('engine')}: more than {ENGINES_MAX} engines")
+    profiles = _profiles(file, where)
+    members: list[Member] = []
+    names: set[str] = set()
+    for index, table in enumerate(file.engine):
+        place = f"engine[{index}]"
+        if table.name in names:
+            raise ConfigError(
+                f"{where(f'{place}.name')}: two engines are named {table.name!r}: they must differ"
+            )
+        if not re.fullmatch(r"[\w.-]+", table.name):
+            raise ConfigError(
+                f"{where(f'{place}.name')}: {table.name!r}: use letters, digits, '.', '_' and '-'"
+            )
+        names.add(table.name)
+        try:
+            members.extend(_members(table, profiles))
+        except (ConfigError, LayoutError) as error:
+            raise ConfigError(f"{where(place)}: engine {table.name!r}: {error}") from error
+    _check_roles(members, where)
+    gateway = GatewaySpec(
+        connect_timeout_s=file.gateway.connect_timeout_s,
+        engine_idle_timeout_s=file.gateway.engine_idle_timeout_s,
+        poll_s=file.gateway.poll_s,
+        poll_timeout_s=2 * file.gateway.poll_s,
+    )
+    return Cluster(tuple(members), file.router, file.network, gateway, file.directory)
+
+
+def _check_roles(members: list[Member], where: Where) -> None:
+    roles = {member.role for member in members}
+    if roles != {"combined"}:
+        raise ConfigError(f'{where("engine")}: only role "combined" can be simulated so far')
+
+
+def _profiles(file: ClusterFile, where: Where) -> dict[str, Device]:
+    profiles = dict(DEVICES)
+    for index, table in enumerate(file.device):
+        place = f"device[{index}]"
+        if table.name in profiles:
+            raise ConfigError(f"{where(f'{place}.name')}: there is a device {table.name!r} already")
+        values = {
+            field: value
+            for field in table.__struct_fields__
+            if field not in ("name", "like") and (value := getattr(table, field)) is not None
+        }
+        try:
+            base = msgspec.structs.asdict(device(table.like)) if table.like else {}
+            missing = {"flops", "memory_bytes", "memory_bytes_per_s"} - set(base) - set(values)
+            if missing:
+                raise ConfigError(f'{", ".join(sorted(missing))} missing (or say like = "H200")')
+            profiles[table.name] = Device(**{**base, **values, "name": table.name})
+        except ConfigError as error:
+            raise ConfigError(f"{where(place)}: device {table.name!r}: {error}") from error
+    return profiles
+
+
+def _members(table: EngineTable, profiles: dict[str, Device]) -> Iterator[Member]:
+    layout = load_layout(table.model, engine=table.engine, kv_dtype=table.kv_dtype)
+    measured = table.prefill_tokens_per_s is not None or table.decode_step_s is not None
+    profile = profiles.get(table.device)
+    if profile is None:
+        raise ConfigError(f"unknown device {table.device!r}: use one of {', '.join(profiles)}")
+    plain = table.model.isdecimal()
+    if plain and not measured:
+        raise ConfigError(
+            "a plain block size says nothing of time: give prefill_tokens_per_s and decode_step_s"
+        )
+    shape = None if plain else shape_of(load_config(table.model))
+    spec = EngineSpec(
+        blocks=table.blocks or _blocks(table, layout, profile, shape),
+        max_running=table.max_running,
+        max_waiting=table.max_waiting,
+        step_tokens=table.step_tokens,
+        context_tokens=table.context_tokens,
+        retention_tokens=None if table.retention_tokens < 0 else table.retention_tokens,
+        device=profile,
+        devices=table.devices,
+        precision=table.precision,
+        shape=shape,
+        expert_precision=table.expert_precision,
+        expert_ranks=table.expert_ranks,
+        prefill_tokens_per_s=table.prefill_tokens_per_s,
+        decode_step_s=table.decode_step_s,
+        step_overhead_s=table.step_overhead_s,
+    )
+    StepTime(spec, layout)  # raises where it cannot work
+    Pool(layout, 1, retention=spec.retention_tokens, step_tokens=spec.step_tokens)
+    for number in range(table.count):
+        yield Member(f"{table.name}-{number}", table.role, layout, spec)
+
+
+def _blocks(table: EngineTable, layout: Layout, profile: Device, shape: Shape | None) -> int:
+    """What the weights leave of the memory. Where every device holds all of the KV state, one
+    device's share of it is all there is."""
+    if shape is None or layout.compute is None:
+        raise ConfigError("blocks: give the pool's size: nothing tells how large a block is")
+    weights = (
+        shape.weight_bytes(layout.compute, table.precision, table.expert_precision)
+        + shape.head * 2.0
+    )  # the embedding, in bf16
+    each = weights / (table.devices * table.expert_ranks)
+    room = table.memory_share * profile.memory_bytes - each
+    if layout.tensor_parallel != "replicated":
+        room *= table.devices
+    blocks = pool_blocks(layout, int(room)) if room > 0 else 0
+    if blocks < 1:
+        raise ConfigError(
+            f"weights of {weights / 1e9:.0f} GB on {table.devices} × {table.device} "
+            f"({profile.memory_bytes / 1e9:.0f} GB) leave no room for KV: use more devices"
+        )
+    return blocks

@@ -1,0 +1,305 @@
+"""A simulated engine process: the engine model in virtual time, its event publisher, its death.
+
+What `connectors.stub` does over sockets in real time. A process can be stopped, started anew and
+paused; each start is a new life with an empty cache and sequence numbers from 0.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvatlas.core.events import Batch, Event
+from kvatlas.core.layout import Layout
+from kvatlas.core.records import Publisher
+from kvatlas.sim.messages import (
+    Accepted,
+    Answers,
+    AskReplay,
+    Cancel,
+    Declined,
+    Events,
+    Look,
+    Lost,
+    Message,
+    Pulse,
+    Replayed,
+    Submit,
+    Subscribed,
+    Usage,
+)
+from kvatlas.sim.network import Network
+from kvatlas.sim.timeline import Timeline, Timer
+from kvatlas.workload.engine import Engine
+from kvatlas.workload.protocol import (
+    Abort,
+    Admitted,
+    Arrive,
+    Effect,
+    Input,
+    Produced,
+    Published,
+    Rejected,
+)
+from kvatlas.workload.spec import EngineSpec
+
+GATEWAY = "gateway"
+REPLAY_BATCHES = 10_000  # vLLM's default buffer
+REPLAY_BYTES_MAX = 16 << 20  # of token ids: ours, so that memory does not follow the trace
+
+
+class EngineWatcher(Protocol):
+    """Whoever wants to know what happens inside engines (reports, checkers)."""
+
+    def admitted(
+        self, engine: SimEngine, arrive: Arrive, admitted: Admitted, waited_s: float
+    ) -> None:
+        """A request got its blocks, ``waited_s`` after it came: for the first time, or again
+        after a preemption."""
+
+    def published(self, engine: SimEngine, batch: Batch) -> None:
+        """A batch of events left the engine, whatever becomes of it."""
+
+
+class _Publisher:
+    """Numbers batches and keeps the last ones for replay, as vLLM's `ZmqEventPublisher`."""
+
+    def __init__(self) -> None:
+        self.next_seq = 0
+        self._buffer: deque[tuple[Batch, int]] = deque()
+        self._bytes = 0
+
+    def publish(self, events: tuple[Event, ...], ts: float) -> Batch:
+        batch = Batch(self.next_seq, ts, events)
+        self.next_seq += 1
+        size = sum(len(getattr(event, "tokens", b"")) for event in events)
+        self._buffer.append((batch, size))
+        self._bytes += size
+        while len(self._buffer) > REPLAY_BATCHES or self._bytes > REPLAY_BYTES_MAX:
+            self._bytes -= self._buffer.popleft()[1]
+        return batch
+
+    def since(self, seq: int) -> list[Batch]:
+        return [batch for batch, _ in self._buffer if batch.seq >= seq]
+
+
+class SimEngine:
+    """One engine and its host's clock. ``clock_offset_s``: how far that clock is off (faults)."""
+
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        spec: EngineSpec,
+        *,
+        timeline: Timeline,
+        network: Network,
+        watchers: Sequence[EngineWatcher] = (),
+        role: str = "combined",
+    ) -> None:
+        self.name = name
+        self.role = role
+        self.publisher = Publisher(name)
+        self.layout = layout
+        self.spec = spec
+        self.clock_offset_s = 0.0
+        self.life = 0
+        self.up = False
+        self.past_preemptions = 0  # of lives that ended
+        self.requests = 0
+        self.output_tokens = 0
+        self.busy_s = 0.0
+        self._timeline = timeline
+        self._network = network
+        self._watchers = watchers
+        self._engine = Engine(layout, spec)
+        self._events = _Publisher()
+        self._arrives: dict[str, Arrive] = {}
+        self._came_at: dict[str, float] = {}
+        self._cached: dict[str, int] = {}  # until the request ended
+        self._busy_from: float | None = None
+        self._timer: Timer | None = None
+        self._paused = False
+        self._paused_at = 0.0
+        self._lag_s = 0.0  # pauses so far: the engine's own time stands still meanwhile
+        self._inbox: deque[tuple[str, Message]] = deque()
+
+    # -- the process ----------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Engine:
+        """The engine model of the present life (read-outs)."""
+        return self._engine
+
+    def start(self) -> None:
+        """A new process: empty cache, batches numbered from 0."""
+        if self.up:
+            return
+        self.life += 1
+        self.up = True
+        self._network.attach(self.name, self._receive)
+        self._send(Subscribed())
+
+    def stop(self, *, silent: bool = False) -> None:
+        """The process ends, with all that it had. ``silent``: the host vanished with it, so that
+        nobody is told that connections broke."""
+        if not self.up:
+            return
+        self.up = False
+        self._paused = False
+        self._inbox.clear()
+        self._arrives.clear()
+        self._cached.clear()
+        self._came_at.clear()
+        self.past_preemptions += self._engine.preemptions
+        self._engine = Engine(self.layout, self.spec)
+        self._events = _Publisher()
+        self._note_busy(False)
+        self._lag_s = 0.0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._network.detach(self.name)
+        if not silent:
+            self._send(Lost(self.life))
+
+    def pause(self) -> None:
+        """Stand still: what arrives waits, nothing is computed or answered until `resume`."""
+        if self.up and not self._paused:
+            self._paused, self._paused_at = True, self._timeline.now
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def resume(self) -> None:
+        """Go on as if no time had passed inside."""
+        if not self._paused:
+            return
+        self._paused = False
+        self._lag_s += self._timeline.now - self._paused_at
+        while self._inbox and not self._paused:
+            self._receive(*self._inbox.popleft())
+        self._arm()
+
+    @property
+    def paused(self) -> bool:
+        """Between `pause` and `resume`."""
+        return self._paused
+
+    @property
+    def preemptions(self) -> int:
+        """Requests that lost their blocks to others, in all lives."""
+        return self.past_preemptions + self._engine.preemptions
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def _send(self, message: Message) -> None:
+        self._network.send(self.name, GATEWAY, message)
+
+    def _receive(self, source: str, message: Message) -> None:
+        if self._paused:
+            self._inbox.append((source, message))
+            return
+        match message:
+            case Submit():
+                self._submit(message)
+            case Cancel(id):
+                if self._arrives.pop(id, None) is not None:
+                    self._forget(id)
+                    self._handle(Abort(id))
+            case AskReplay(from_seq, token):
+                for batch in self._events.since(from_seq):
+                    self._send(Replayed(token, batch))
+                self._send(Replayed(token, None))
+            case Look(number):
+                requests = self._engine.running + self._engine.waiting
+                self._send(Pulse(number, self.life, requests))
+
+    def _forget(self, id: str) -> int:
+        self._came_at.pop(id, None)
+        return self._cached.pop(id, 0)
+
+    def _submit(self, message: Submit) -> None:
+        arrive = Arrive(message.id, message.tokens, message.output_tokens, message.salt)
+        effects = self._engine.handle(arrive, self._local_now())
+        for effect in effects:
+            if isinstance(effect, Rejected):
+                self._send(Declined(message.id, effect.reason, effect.busy))
+                return
+        self.requests += 1
+        self._arrives[message.id] = arrive
+        self._came_at[message.id] = self._timeline.now
+        self._send(Accepted(message.id, self.life))
+        self._perform(effects)
+        self._arm()
+
+    # -- the machine ----------------------------------------------------------------------------
+
+    def _local_now(self) -> float:
+        return self._timeline.now - self._lag_s
+
+    def _handle(self, event: Input) -> None:
+        self._perform(self._engine.handle(event, self._local_now()))
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._paused or not self.up:
+            return
+        due = self._engine.next_deadline()
+        self._note_busy(due is not None)
+        if due is not None:
+            due = max(due + self._lag_s, self._timeline.now)
+        if self._timer is not None:
+            if due is not None and self._timer.at == due:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
+            self._timer = self._timeline.at(due, self._pump)
+
+    def _note_busy(self, busy: bool) -> None:
+        if busy and self._busy_from is None:
+            self._busy_from = self._timeline.now
+        elif not busy and self._busy_from is not None:
+            self.busy_s += self._timeline.now - self._busy_from
+            self._busy_from = None
+
+    def _pump(self) -> None:
+        self._timer = None
+        # The due time comes back from world time with a rounding error.
+        now = max(self._local_now(), self._engine.next_deadline() or 0.0)
+        self._perform(self._engine.tick(now))
+        self._arm()
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        produced: list[Produced] = []
+        ended: dict[str, Usage] = {}
+        for effect in effects:
+            match effect:
+                case Produced():
+                    produced.append(effect)
+                    self.output_tokens += 1
+                    if effect.finished and self._arrives.pop(effect.id, None) is not None:
+                        ended[effect.id] = Usage(self._forget(effect.id))
+                case Published(events):
+                    self._publish(events)
+                case Admitted():
+                    self._admitted(effect)
+        if produced:
+            self._send(Answers(tuple(produced), ended))
+
+    def _publish(self, events: tuple[Event, ...]) -> None:
+        batch = self._events.publish(events, self._timeline.now + self.clock_offset_s)
+        for watcher in self._watchers:
+            watcher.published(self, batch)
+        self._send(Events(batch))
+
+    def _admitted(self, effect: Admitted) -> None:
+        arrive = self._arrives.get(effect.id)
+        if arrive is None:
+            return
+        self._cached.setdefault(effect.id, effect.cached_tokens)
+        waited_s = self._timeline.now - self._came_at[effect.id]
+        for watcher in self._watchers:
+            watcher.admitted(self, arrive, effect, waited_s)

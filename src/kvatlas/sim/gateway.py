@@ -1,0 +1,395 @@
+"""The gateway in virtual time: one `Dispatcher`, one feed per engine, requests and their retries.
+
+It does what `service.steering`, `service.relay`, `service.engines` and `service.feed` do over real
+sockets, and knows only what messages tell it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvatlas.core.dispatch import (
+    Dispatcher,
+    Finished,
+    FirstToken,
+    Join,
+    Question,
+    Sent,
+    SetLoad,
+    SetUp,
+    Sweep,
+)
+from kvatlas.core.keys import PUBLIC, Scope
+from kvatlas.core.layout import Layout
+from kvatlas.core.records import Publisher
+from kvatlas.core.router import Decision
+from kvatlas.sim.engines import GATEWAY
+from kvatlas.sim.feed import Feed
+from kvatlas.sim.messages import (
+    Accepted,
+    Answers,
+    Cancel,
+    Declined,
+    Events,
+    Look,
+    Lost,
+    Message,
+    Pulse,
+    Refused,
+    Replayed,
+    Submit,
+    Subscribed,
+)
+from kvatlas.sim.network import Network
+from kvatlas.sim.timeline import Timeline, Timer
+from kvatlas.workload.protocol import Produced
+
+_SWEEP_KEYS = 50_000  # per look, as `service.assembly`
+
+
+class GatewaySpec(msgspec.Struct, frozen=True):
+    """How patient it is: the defaults of `config.GatewayConfig` and `service.engines.Timing`."""
+
+    connect_timeout_s: float = 2.0
+    engine_idle_timeout_s: float = 600.0
+    poll_s: float = 1.0
+    poll_timeout_s: float = 2.0
+    down_after: int = 3
+    up_after: int = 2
+
+
+class Inquiry(msgspec.Struct, frozen=True):
+    """A client's request as it reaches the gateway. ``scope`` "" is public."""
+
+    id: str
+    tokens: bytes
+    output_tokens: int
+    scope: str = ""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a request ended. ``fault`` "" means that its answer was complete.
+
+    ``tried`` names the engines in order; ``cached_tokens`` is what the last one reported;
+    ``expected_tokens`` what the plan by which it was sent there promised.
+    """
+
+    id: str
+    arrived_at: float
+    ended_at: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    expected_tokens: int
+    ttft_s: float
+    tried: tuple[str, ...]
+    fault: str = ""
+
+
+class GatewayWatcher(Protocol):
+    """Whoever wants to know what the gateway does (reports, checkers)."""
+
+    def decided(self, inquiry: Inquiry, decision: Decision) -> None:
+        """A request was routed."""
+
+    def tokens(self, id: str, produced: Produced, since_s: float) -> None:
+        """Tokens of an answer arrived, ``since_s`` after the ones before (or after arrival)."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """A request is over; told exactly once for each."""
+
+
+class _Flight:
+    """One request between its arrival and its end."""
+
+    __slots__ = (
+        *("arrived_at", "decision", "expected", "first_at", "heard_at", "inquiry", "life"),
+        *("made", "on_end", "target", "timer", "tried"),
+    )
+
+    def __init__(
+        self, inquiry: Inquiry, decision: Decision, now: float, on_end: Callable[[Outcome], None]
+    ) -> None:
+        self.inquiry = inquiry
+        self.decision = decision
+        self.on_end = on_end
+        self.arrived_at = self.heard_at = now
+        self.first_at = -1.0
+        self.life = 0  # of the engine that accepted it; 0 before
+        self.made = 0
+        self.expected = 0
+        self.target: str = ""
+        self.tried: list[str] = []
+        self.timer: Timer | None = None
+
+
+class _Worker:
+    """What the gateway knows of one engine."""
+
+    def __init__(self, publisher: Publisher, feed: Feed) -> None:
+        self.publisher = publisher
+        self.feed = feed
+        self.flights: set[str] = set()
+        self.life = 0
+        self.up = True
+        self.failures = 0
+        self.successes = 0
+        self.answered = True  # the last look
+
+
+class Gateway:
+    """Attached to the network as "gateway"."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        network: Network,
+        dispatcher: Dispatcher,
+        *,
+        spec: GatewaySpec | None = None,
+        watchers: Sequence[GatewayWatcher] = (),
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.spec = spec or GatewaySpec()
+        self._timeline = timeline
+        self._network = network
+        self._watchers = watchers
+        self._workers: dict[str, _Worker] = {}
+        self._among: tuple[tuple[Publisher, str], ...] = ()
+        self._flights: dict[str, _Flight] = {}
+        self._looks = 0
+        self._poll: Timer | None = None
+        network.attach(GATEWAY, self._receive)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended."""
+        return len(self._flights)
+
+    def feed(self, engine: str) -> Feed:
+        """The event stream of one engine (read-outs). Raises KeyError for an unknown name."""
+        return self._workers[engine].feed
+
+    def add_engine(self, publisher: Publisher, layout: Layout, fingerprint: bytes) -> None:
+        """Make an engine known, before it starts."""
+        name = publisher.worker
+        feed = Feed(
+            self._timeline,
+            self.dispatcher,
+            publisher,
+            lambda message: self._network.send(GATEWAY, name, message),
+        )
+        self._workers[name] = _Worker(publisher, feed)
+        self._among = (*self._among, (publisher, ""))
+        self.dispatcher.handle(Join(publisher, layout, fingerprint), self._timeline.now)
+
+    def start(self) -> None:
+        """Begin to look after the engines."""
+        self._poll = self._timeline.after(self.spec.poll_s, self._look)
+
+    def stop(self) -> None:
+        """Look no more: nothing else keeps virtual time from coming to its end."""
+        if self._poll is not None:
+            self._poll.cancel()
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def ask(self, inquiry: Inquiry, on_end: Callable[[Outcome], None]) -> None:
+        """A client's request arrives; ``on_end`` is told how it went. Ids must differ."""
+        now = self._timeline.now
+        if inquiry.id in self._flights:
+            raise ValueError(f"request id {inquiry.id!r} is in use")
+        scope = Scope("tenant", inquiry.scope) if inquiry.scope else PUBLIC
+        if self.dispatcher.router.policy == "price":
+            question = Question(inquiry.id, self._among, inquiry.tokens, scope)
+        else:  # the service does not tokenize where nobody looks at the prompt either
+            count = len(inquiry.tokens) // 4
+            policy = self.dispatcher.router.policy
+            question = Question(inquiry.id, self._among, unkeyed=policy, prompt_tokens=count)
+        decision = self.dispatcher.handle(question, now)
+        assert decision is not None
+        for watcher in self._watchers:
+            watcher.decided(inquiry, decision)
+        flight = self._flights[inquiry.id] = _Flight(inquiry, decision, now, on_end)
+        self._try_next(flight, "no engine is up")
+
+    def leave(self, id: str) -> None:
+        """The client went away."""
+        flight = self._flights.get(id)
+        if flight is not None:
+            if flight.target:
+                self._network.send(GATEWAY, flight.target, Cancel(id))
+            self._end(flight, "the client left")
+
+    def _try_next(self, flight: _Flight, why: str) -> None:
+        """Send it to the next plan's engine; nothing is tried twice after a byte was seen."""
+        plans = flight.decision.plans
+        if flight.target:
+            self._workers[flight.target].flights.discard(flight.inquiry.id)
+        if len(flight.tried) >= len(plans):
+            self._end(flight, why)
+            return
+        plan = plans[len(flight.tried)]
+        inquiry, name = flight.inquiry, plan.publisher.worker
+        flight.target, flight.life, flight.expected = name, 0, plan.resume_tokens
+        flight.tried.append(name)
+        flight.heard_at = self._timeline.now
+        self._workers[name].flights.add(inquiry.id)
+        self.dispatcher.handle(Sent(inquiry.id, plan.publisher), self._timeline.now)
+        salt = inquiry.scope
+        self._network.send(
+            GATEWAY, name, Submit(inquiry.id, inquiry.tokens, inquiry.output_tokens, salt)
+        )
+        self._wait(flight, self.spec.connect_timeout_s)
+
+    def _wait(self, flight: _Flight, limit_s: float) -> None:
+        if flight.timer is not None:
+            flight.timer.cancel()
+        flight.timer = self._timeline.after(limit_s, self._silent, flight)
+
+    def _silent(self, flight: _Flight) -> None:
+        """A timer ran out: perhaps something was heard meanwhile."""
+        flight.timer = None
+        if not flight.life:
+            self._network.send(GATEWAY, flight.target, Cancel(flight.inquiry.id))
+            self._try_next(flight, "no connection")
+            return
+        left = flight.heard_at + self.spec.engine_idle_timeout_s - self._timeline.now
+        if left > 0:
+            flight.timer = self._timeline.after(left, self._silent, flight)
+            return
+        self._network.send(GATEWAY, flight.target, Cancel(flight.inquiry.id))
+        self._end(flight, "the engine fell silent")
+
+    def _end(self, flight: _Flight, fault: str, cached_tokens: int = -1) -> None:
+        now, inquiry = self._timeline.now, flight.inquiry
+        del self._flights[inquiry.id]
+        if flight.timer is not None:
+            flight.timer.cancel()
+        ttft_s = flight.first_at - flight.arrived_at if flight.first_at >= 0 else -1.0
+        if flight.target:
+            worker = self._workers[flight.target]
+            worker.flights.discard(inquiry.id)
+            publisher = worker.publisher
+        else:
+            publisher = self._among[0][0]
+        self.dispatcher.handle(
+            Finished(inquiry.id, publisher, not fault, cached_tokens, ttft_s), now
+        )
+        outcome = Outcome(
+            id=inquiry.id,
+            arrived_at=flight.arrived_at,
+            ended_at=now,
+            prompt_tokens=len(inquiry.tokens) // 4,
+            output_tokens=flight.made,
+            cached_tokens=cached_tokens,
+            expected_tokens=flight.expected,
+            ttft_s=ttft_s,
+            tried=tuple(flight.tried),
+            fault=fault,
+        )
+        for watcher in self._watchers:
+            watcher.ended(outcome)
+        flight.on_end(outcome)
+
+    # -- what engines say -------------------------------------------------------------------------
+
+    def _receive(self, source: str, message: Message) -> None:
+        worker = self._workers[source]
+        match message:
+            case Answers():
+                self._answers(source, message)
+            case Accepted(id, life):
+                flight = self._mine(id, source)
+                if flight is not None and not flight.life:
+                    flight.life = life
+                    flight.heard_at = self._timeline.now
+                    self._wait(flight, self.spec.engine_idle_timeout_s)
+            case Declined(id, reason, busy):
+                flight = self._mine(id, source)
+                if flight is not None and not flight.made:
+                    if busy:
+                        self._try_next(flight, reason)
+                    else:
+                        self._end(flight, reason)
+            case Lost(life):
+                self._lost(worker, source, life)
+            case Refused(Submit(id)):
+                flight = self._mine(id, source)
+                if flight is not None and not flight.life:
+                    self._try_next(flight, "no connection")
+            case Pulse():
+                self._pulse(worker, message)
+            case Events() | Subscribed() | Replayed() | Refused():
+                worker.feed.receive(message)
+
+    def _mine(self, id: str, source: str) -> _Flight | None:
+        """The flight that ``source`` may speak of: not one that moved on meanwhile."""
+        flight = self._flights.get(id)
+        return flight if flight is not None and flight.target == source else None
+
+    def _answers(self, source: str, message: Answers) -> None:
+        now = self._timeline.now
+        for produced in message.produced:
+            flight = self._mine(produced.id, source)
+            if flight is None:
+                continue
+            before = flight.heard_at if flight.made else flight.arrived_at
+            flight.heard_at = now
+            if not flight.made:
+                flight.first_at = now
+                self.dispatcher.handle(FirstToken(produced.id), now)
+            flight.made += 1
+            for watcher in self._watchers:
+                watcher.tokens(produced.id, produced, now - before)
+            usage = message.ended.get(produced.id)
+            if usage is not None and produced.finished:
+                self._end(flight, "", usage.cached_tokens)
+
+    def _lost(self, worker: _Worker, source: str, life: int) -> None:
+        """Connections broke: those that were never accepted may be tried elsewhere."""
+        for id in sorted(worker.flights):
+            flight = self._mine(id, source)
+            if flight is not None and flight.life in (0, life):
+                if flight.life:
+                    self._end(flight, "the engine broke off")
+                else:
+                    self._try_next(flight, "no connection")
+
+    # -- health -----------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        self._poll = self._timeline.after(self.spec.poll_s, self._look)
+        self._looks += 1
+        self.dispatcher.handle(Sweep(_SWEEP_KEYS), self._timeline.now)
+        behind = max(1, round(self.spec.poll_timeout_s / self.spec.poll_s))
+        for name, worker in self._workers.items():
+            if worker.answered:
+                worker.answered = False
+                worker.failures = 0
+            else:
+                worker.failures += 1
+                worker.successes = 0
+                if worker.up and worker.failures >= self.spec.down_after + behind - 1:
+                    self._set_up(worker, False)
+            self._network.send(GATEWAY, name, Look(self._looks))
+
+    def _pulse(self, worker: _Worker, pulse: Pulse) -> None:
+        if pulse.number + round(self.spec.poll_timeout_s / self.spec.poll_s) < self._looks:
+            return  # too late to count
+        worker.answered = True
+        worker.successes += 1
+        if pulse.life > worker.life:
+            if worker.life:
+                worker.feed.restarted("its process started anew")
+            worker.life = pulse.life
+        if not worker.up and worker.successes >= self.spec.up_after:
+            self._set_up(worker, True)
+        self.dispatcher.handle(SetLoad(worker.publisher, pulse.requests), self._timeline.now)
+
+    def _set_up(self, worker: _Worker, up: bool) -> None:
+        worker.up = up
+        self.dispatcher.handle(SetUp(worker.publisher, up), self._timeline.now)

@@ -1,0 +1,122 @@
+"""What the actors of a simulated cluster say to each other. All of it goes through `Network.send`.
+
+The gateway and its engines say what HTTP and ZMQ carry in a real cluster, and no more: a simulated
+gateway knows nothing that a real one could not know.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvatlas.core.events import Batch
+from kvatlas.workload.protocol import Produced
+
+
+class Submit(msgspec.Struct, frozen=True):
+    """Gateway → engine: one request. ``salt`` is the cache salt of its scope."""
+
+    id: str
+    tokens: bytes
+    output_tokens: int
+    salt: str = ""
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """Gateway → engine: nobody waits for this answer any more."""
+
+    id: str
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """Engine → gateway: the connection stands and the engine has the request."""
+
+    id: str
+    life: int
+
+
+class Declined(msgspec.Struct, frozen=True):
+    """Engine → gateway: it will not run here. ``busy``: a 503, another engine may take it."""
+
+    id: str
+    reason: str
+    busy: bool
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What the end of an answer tells about its prompt, as OpenAI's usage does."""
+
+    cached_tokens: int
+
+
+class Answers(msgspec.Struct, frozen=True):
+    """Engine → gateway: the tokens of one step, of all requests; ``ended`` by request id."""
+
+    produced: tuple[Produced, ...]
+    ended: dict[str, Usage]
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """Engine's host → gateway: the process of this ``life`` ended, its connections broke."""
+
+    life: int
+
+
+class Events(msgspec.Struct, frozen=True):
+    """Engine → feed: one batch, as published."""
+
+    batch: Batch
+
+
+class Subscribed(msgspec.Struct, frozen=True):
+    """Engine → feed: the subscription stands (again)."""
+
+
+class AskReplay(msgspec.Struct, frozen=True):
+    """Feed → engine: the batches from ``from_seq`` on."""
+
+    from_seq: int
+    token: int
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """Engine → feed: the answer to `AskReplay`, one batch after another; None: that was all."""
+
+    token: int
+    batch: Batch | None
+
+
+class Look(msgspec.Struct, frozen=True):
+    """Gateway → engine: how are you?"""
+
+    number: int
+
+
+class Pulse(msgspec.Struct, frozen=True):
+    """Engine → gateway: the answer to `Look`. ``life`` counts the engine's starts."""
+
+    number: int
+    life: int
+    requests: int
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """Network → sender: nobody listens where this ``message`` went."""
+
+    message: Submit | Cancel | AskReplay | Look
+
+
+Message = (
+    Submit
+    | Cancel
+    | Accepted
+    | Declined
+    | Answers
+    | Lost
+    | Refused
+    | Events
+    | Subscribed
+    | AskReplay
+    | Replayed
+    | Look
+    | Pulse
+)

@@ -1,0 +1,81 @@
+"""Virtual time: one heap of what is due, and nothing else that could tell two runs apart."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+_DEAD_MIN = 1024  # cancelled entries are swept out when they are many, and most of the heap
+
+
+class Timer:
+    """One call that is due at ``at`` (seconds). `cancel` it as often as you like."""
+
+    __slots__ = ("_timeline", "args", "at", "call")
+
+    def __init__(
+        self, timeline: Timeline, at: float, call: Callable[..., None], args: tuple[Any, ...]
+    ) -> None:
+        self._timeline = timeline
+        self.at = at
+        self.call: Callable[..., None] | None = call
+        self.args = args
+
+    def cancel(self) -> None:
+        """It will not be called; after it was, this does nothing."""
+        if self.call is not None:
+            self.call = None
+            self.args = ()
+            self._timeline._cancelled()
+
+
+class Timeline:
+    """Time moves from one due call to the next; equal times run in the order of asking."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._asked = 0
+        self._dead = 0
+        self.calls = 0
+
+    def at(self, when: float, call: Callable[..., None], *args: Any) -> Timer:
+        """Call ``call(*args)`` at ``when``; what lies in the past is due now."""
+        timer = Timer(self, max(when, self.now), call, args)
+        self._asked += 1
+        heapq.heappush(self._heap, (timer.at, self._asked, timer))
+        return timer
+
+    def after(self, delay_s: float, call: Callable[..., None], *args: Any) -> Timer:
+        """Call ``call(*args)`` in ``delay_s`` seconds."""
+        return self.at(self.now + delay_s, call, *args)
+
+    def step(self) -> bool:
+        """Run the next due call; False when there is none."""
+        while self._heap:
+            when, _, timer = heapq.heappop(self._heap)
+            call = timer.call
+            if call is None:
+                self._dead -= 1
+                continue
+            self.now = when
+            self.calls += 1
+            timer.call = None
+            call(*timer.args)
+            return True
+        return False
+
+    def next_at(self) -> float | None:
+        """When the next call is due; None when nothing is."""
+        while self._heap and self._heap[0][2].call is None:
+            heapq.heappop(self._heap)
+            self._dead -= 1
+        return self._heap[0][0] if self._heap else None
+
+    def _cancelled(self) -> None:
+        self._dead += 1
+        if self._dead > _DEAD_MIN and 2 * self._dead > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].call is not None]
+            heapq.heapify(self._heap)
+            self._dead = 0
