@@ -17,6 +17,7 @@ COMMANDS = (
     "explain",
     "stub_engine",
     "load",
+    "trace",
     "sim",
     "layout",
     "directory",

@@ -11,19 +11,50 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from kvatlas.errors import ConfigError, TraceError
-from kvatlas.workload import trace_mooncake
-from kvatlas.workload.trace_lines import Row, fault, lines
+from kvatlas.workload import (
+    trace_azure,
+    trace_mooncake,
+    trace_openai,
+    trace_sessions,
+    trace_tokens,
+)
+from kvatlas.workload.trace_lines import Options, Row, Tokenize, fault, lines
 
 VOCAB_SIZE = 65_536  # below every current model's vocabulary but the smallest
 BLOCK_TOKENS_MAX = 1 << 20
 TOKENS_MAX = 1 << 26  # of one prompt or answer: far above any model's window
 ARRIVAL_MAX_S = 1e9  # thirty years
+SORT_BYTES_MAX = 1 << 30
 _ID_END = 1 << 63
+
+
+class _Format(Protocol):
+    """What the module of a format offers."""
+
+    NAME: str
+
+    def recognises(self, line: bytes) -> bool: ...
+
+    def block_tokens(self, path: Path, options: Options) -> int: ...
+
+    def read(self, path: Path, size: int, options: Options) -> Iterator[Row]: ...
+
+
+_READERS: tuple[_Format, ...] = (
+    trace_mooncake,
+    trace_sessions,
+    trace_azure,
+    trace_tokens,
+    trace_openai,
+)
+FORMATS = {reader.NAME: reader for reader in _READERS}
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
@@ -75,26 +106,67 @@ class Trace:
         return self._read()
 
 
-def open_trace(path: Path, *, format: str | None = None, block_tokens: int | None = None) -> Trace:
+def open_trace(
+    path: Path,
+    *,
+    format: str | None = None,
+    block_tokens: int | None = None,
+    sort: bool = False,
+    session_gap_s: float = 60.0,
+    seed: int = 0,
+    tokenize: Tokenize | None = None,
+    secret: bytes = b"",
+) -> Trace:
     """The trace in a file. ``format`` and ``block_tokens`` default to what the file itself shows.
+
+    ``sort`` puts requests in order of arrival first, which keeps them in memory: up to
+    ``SORT_BYTES_MAX``. The rest is for single formats: `trace_lines.Options`.
 
     Raises TraceError where the file cannot be read or its format cannot be told, ConfigError for
     an option that does not fit.
     """
-    if format is None:
-        format = _recognise(path)
-    if format != "mooncake":
-        raise ConfigError(f"{path}: unknown format {format!r}: use mooncake")
-    size = trace_mooncake.guess_block_tokens(path) if block_tokens is None else block_tokens
-    return Trace(str(path), format, size, lambda: _checked(path, trace_mooncake.read(path), size))
+    if format is not None and format not in FORMATS:
+        raise ConfigError(f"{path}: unknown format {format!r}: use one of {', '.join(FORMATS)}")
+    if not 0 < session_gap_s <= ARRIVAL_MAX_S:
+        raise ConfigError(f"sessions {session_gap_s:g} s apart: a positive time is needed")
+    options = Options(block_tokens, session_gap_s, seed, tokenize, secret)
+    reader = FORMATS[format] if format else _recognised(path)
+    size = reader.block_tokens(path, options)
+
+    def read() -> Iterator[TraceRequest]:
+        rows = reader.read(path, size, options)
+        return _checked(path, _sorted(path, rows) if sort else rows, size)
+
+    return Trace(str(path), reader.NAME, size, read)
 
 
-def _recognise(path: Path) -> str:
+def _recognised(path: Path) -> _Format:
     for number, line in lines(path):
-        if b'"hash_ids"' in line:
-            return "mooncake"
-        raise fault(path, number, "the format cannot be told from this line: name it")
+        for reader in FORMATS.values():
+            if reader.recognises(line):
+                return reader
+        known = ", ".join(FORMATS)
+        raise fault(path, number, f"the format cannot be told; name it (--format): {known}")
     raise TraceError(f"{path}: no requests in it")
+
+
+def _sorted(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
+    """Rows in order of arrival, those of one moment as in the file; the first not before 0."""
+    kept: list[tuple[float, bytes]] = []
+    size_bytes = 0
+    for row in rows:
+        packed = msgspec.msgpack.encode(row)
+        size_bytes += len(packed) + 100  # 100: the entry itself
+        if size_bytes > SORT_BYTES_MAX:
+            raise fault(path, row.line, f"more than {SORT_BYTES_MAX} bytes to sort: split it")
+        if not math.isfinite(row.arrival_s):
+            raise fault(path, row.line, f"timestamp {row.arrival_s:g} is none")
+        kept.append((row.arrival_s, packed))
+    kept.sort(key=itemgetter(0))
+    shift_s = max(0.0, -kept[0][0]) if kept else 0.0
+    for _, packed in kept:
+        row = msgspec.msgpack.decode(packed, type=Row)
+        yield msgspec.structs.replace(row, arrival_s=row.arrival_s + shift_s) if shift_s else row
 
 
 def _checked(path: Path, rows: Iterator[Row], block_tokens: int) -> Iterator[TraceRequest]:
@@ -109,7 +181,7 @@ def _checked(path: Path, rows: Iterator[Row], block_tokens: int) -> Iterator[Tra
             row.arrival_s,
             row.input_tokens,
             row.output_tokens,
-            row.hash_ids,
+            tuple(row.hash_ids),
             row.session,
             row.think_s,
             row.scope,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import gzip
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
@@ -20,14 +20,33 @@ from kvatlas.errors import TraceError
 LINE_BYTES_MAX = 64 << 20
 
 
+# (API path, request body) → token ids of each of its prompts, uint32 little endian.
+# Raises ValueError with the reason where they cannot be known.
+Tokenize = Callable[[str, Mapping[str, Any]], tuple[bytes, ...]]
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What a reader may be told. ``block_tokens`` None: as the file shows, or the format's usual.
+
+    ``session_gap_s`` and ``seed``: mean time between the starts of sessions whose file knows none.
+    ``tokenize``: for files that hold text. ``secret`` keys the hash of tokens that become ids.
+    """
+
+    block_tokens: int | None = None
+    session_gap_s: float = 60.0
+    seed: int = 0
+    tokenize: Tokenize | None = None
+    secret: bytes = b""
+
+
 class Row(msgspec.Struct, frozen=True):
-    """One request as its line tells it, not yet checked. ``block_tokens``: if the line knows."""
+    """One request as its line tells it, not yet checked."""
 
     line: int
     arrival_s: float
     input_tokens: int
     output_tokens: int
-    hash_ids: tuple[int, ...]
+    hash_ids: Sequence[int]
     session: str = ""
     think_s: float | None = None
     scope: str = ""

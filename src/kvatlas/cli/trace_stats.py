@@ -1,0 +1,106 @@
+"""``kvatlas trace stats``: what a trace is like, and what caches of any size would hold of it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvatlas.cli.trace_input import add_trace_options, opened
+from kvatlas.errors import ConfigError, TraceError
+from kvatlas.workload.trace import Trace
+from kvatlas.workload.trace_stats import Spread, TraceStats, stats
+
+_EPILOG = """\
+Hit rates are those of an endless cache, and of plain LRU at shares of the distinct blocks. Memory
+grows with distinct blocks, about 250 bytes each, not with the length of the trace.
+
+examples:
+  kvatlas trace stats mooncake_conversation.jsonl.xz
+  kvatlas trace stats requests.jsonl --tokenizer models/my-model --json
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "stats",
+        help="lengths, arrival, reuse, sharing and sessions of a trace",
+        description="Lengths, arrival, reuse, sharing and sessions of a trace.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_trace_options(parser)
+    parser.add_argument("--requests", type=int, metavar="N", help="only the first N requests")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.requests is not None and args.requests < 1:
+        raise ConfigError(f"--requests {args.requests}: at least 1 is needed")
+    trace = opened(args)
+    found = stats(trace, itertools.islice(trace, args.requests))
+    if found is None:
+        raise TraceError(f"{args.file}: no requests in it")
+    if args.json:
+        told = {"trace": trace.name, "format": trace.format, **msgspec.to_builtins(found)}
+        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+    else:
+        _show(trace, found)
+    return 0
+
+
+def _show(trace: Trace, found: TraceStats) -> None:
+    console = Console()
+    console.print(_facts(trace, found))
+    table = Table()
+    table.add_column("per request")
+    for name in ("mean", "p50", "p90", "p99", "max"):
+        table.add_column(name, justify="right")
+    for name, spread in (
+        ("prompt tokens", found.prompt_tokens),
+        ("output tokens", found.output_tokens),
+        ("reuse distance, blocks", found.reuse_distance_blocks),
+        ("reuse gap, s", found.reuse_gap_s),
+        ("turns per session", found.turns_per_session),
+        ("gap between turns, s", found.turn_gap_s),
+        ("think time, s", found.think_s),
+    ):
+        if spread is not None:
+            table.add_row(name, *_cells(spread))
+    console.print(table)
+
+
+def _facts(trace: Trace, found: TraceStats) -> Table:
+    facts = Table(show_header=False, box=None)
+    rate = f", {found.requests_per_s:.3g} a second" if found.requests_per_s else ""
+    facts.add_row("trace", f"{trace.name} ({trace.format}, blocks of {trace.block_tokens} tokens)")
+    facts.add_row("requests", f"{found.requests:,} in {found.duration_s:,.0f} s{rate}")
+    facts.add_row("prompt tokens", f"{found.prompt_tokens.total:,.0f}")
+    facts.add_row("output tokens", f"{found.output_tokens.total:,.0f}")
+    facts.add_row("blocks", f"{found.blocks:,}, distinct {found.unique_blocks:,}")
+    facts.add_row(
+        "endless cache",
+        f"hit {found.block_hit_rate:.4f} of blocks, {found.token_hit_rate:.4f} of tokens",
+    )
+    facts.add_row(
+        "LRU",
+        ", ".join(f"{point.share_of_unique:.0%}: {point.block_hit_rate:.3f}" for point in found.lru)
+        + " (capacity as a share of distinct blocks)",
+    )
+    facts.add_row("live at most", f"{found.peak_live_blocks:,} blocks that were used again later")
+    if found.sessions is not None:
+        facts.add_row("sessions", f"{found.sessions:,}")
+    if found.hits_in_session is not None:
+        facts.add_row("hits", f"{found.hits_in_session:.1%} made by the same session before")
+    if found.scopes:
+        facts.add_row("scopes", f"{found.scopes:,}: nothing is shared between them")
+    return facts
+
+
+def _cells(spread: Spread) -> list[str]:
+    values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
+    return [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values]
