@@ -42,9 +42,9 @@ class _Format(Protocol):
 
     def recognises(self, line: bytes) -> bool: ...
 
-    def block_tokens(self, path: Path, options: Options) -> int: ...
+    def block_tokens_of(self, path: Path, options: Options) -> int: ...
 
-    def read(self, path: Path, size: int, options: Options) -> Iterator[Row]: ...
+    def read(self, path: Path, block_tokens: int, options: Options) -> Iterator[Row]: ...
 
 
 _READERS: tuple[_Format, ...] = (
@@ -131,7 +131,7 @@ def open_trace(
         raise ConfigError(f"sessions {session_gap_s:g} s apart: a positive time is needed")
     options = Options(block_tokens, session_gap_s, seed, tokenize, secret)
     reader = FORMATS[format] if format else _recognised(path)
-    size = reader.block_tokens(path, options)
+    size = reader.block_tokens_of(path, options)
 
     def read() -> Iterator[TraceRequest]:
         rows = reader.read(path, size, options)

@@ -23,12 +23,12 @@ def recognises(line: bytes) -> bool:
     return line.lstrip(b"\xef\xbb\xbf").startswith(b"TIMESTAMP,")
 
 
-def block_tokens(path: Path, options: Options) -> int:
+def block_tokens_of(path: Path, options: Options) -> int:
     """Whatever is asked for: the ids are made here."""
     return options.block_tokens or USUAL_BLOCK_TOKENS
 
 
-def read(path: Path, size: int, options: Options) -> Iterator[Row]:
+def read(path: Path, block_tokens: int, options: Options) -> Iterator[Row]:
     """Rows with ids that occur once. Raises TraceError for lines that are not three such values."""
     start: datetime | None = None
     fresh = 0
@@ -45,7 +45,9 @@ def read(path: Path, size: int, options: Options) -> Iterator[Row]:
             arrival_s = (when - start).total_seconds()
         except (ValueError, TypeError, IndexError) as error:
             raise fault(path, number, f"not a time and two numbers of tokens: {error}") from error
-        blocks = min(max(-(-prompt // size), 0), 1 << 26)  # absurd lengths are refused later
+        blocks = min(
+            max(-(-prompt // block_tokens), 0), 1 << 26
+        )  # absurd lengths are refused later
         ids = range(fresh, fresh + blocks)
         fresh += blocks
         yield Row(number, arrival_s, prompt, output, ids)

@@ -37,7 +37,7 @@ def recognises(line: bytes) -> bool:
     return b'"hash_ids"' in line and b'"input_length"' in line
 
 
-def read(path: Path, size: int, options: Options) -> Iterator[Row]:
+def read(path: Path, block_tokens: int, options: Options) -> Iterator[Row]:
     """Yields the rows of a file. Raises TraceError for a line that is not of this form."""
     decode = msgspec.json.Decoder(_Line).decode
     for number, line in lines(path):
@@ -57,7 +57,7 @@ def read(path: Path, size: int, options: Options) -> Iterator[Row]:
         )
 
 
-def block_tokens(path: Path, options: Options) -> int:
+def block_tokens_of(path: Path, options: Options) -> int:
     """As asked for, or the power of two that the first prompt of two blocks or more allows.
 
     There is just one: n blocks have more than (n-1) and at most n blocks' tokens. Where no prompt

@@ -37,17 +37,17 @@ def recognises(line: bytes) -> bool:
     )
 
 
-def block_tokens(path: Path, options: Options) -> int:
+def block_tokens_of(path: Path, options: Options) -> int:
     """Whatever is asked for: the ids of blocks are made here."""
     return options.block_tokens or USUAL_BLOCK_TOKENS
 
 
-def read(path: Path, size: int, options: Options) -> Iterator[Row]:
+def read(path: Path, block_tokens: int, options: Options) -> Iterator[Row]:
     """Rows with hashed ids, one per prompt. Raises TraceError for what cannot be read or keyed,
     ConfigError without a tokenizer."""
     if options.tokenize is None:
         raise ConfigError(f"{path}: a log of requests needs the model's tokenizer (--tokenizer)")
-    hashed = Hashed(size, options.secret)
+    hashed = Hashed(block_tokens, options.secret)
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     start_s: float | None = None
     for number, line in lines(path):

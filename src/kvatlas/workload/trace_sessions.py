@@ -52,14 +52,14 @@ def recognises(line: bytes) -> bool:
     return all(name in line for name in (b'"r"', b'"bs"', b'"tool"', b'"sys"'))
 
 
-def block_tokens(path: Path, options: Options) -> int:
+def block_tokens_of(path: Path, options: Options) -> int:
     """The file's own; asking for another is a fault that `read` tells."""
     for number, line in lines(path):
         return options.block_tokens or _decode(path, number, line).bs
     return options.block_tokens or 64
 
 
-def read(path: Path, size: int, options: Options) -> Iterator[Row]:
+def read(path: Path, block_tokens: int, options: Options) -> Iterator[Row]:
     """Rows of all sessions in order of arrival. Raises TraceError for lines not of this form."""
     rng = random.Random(options.seed)
     under_way: list[tuple[float, int, Iterator[Row], Row]] = []
@@ -70,8 +70,8 @@ def read(path: Path, size: int, options: Options) -> Iterator[Row]:
         while under_way and under_way[0][0] <= start_s:
             yield _next(under_way)
         session = _decode(path, number, line)
-        if session.bs != size:
-            raise fault(path, number, f"blocks of {session.bs} tokens, not of {size}")
+        if session.bs != block_tokens:
+            raise fault(path, number, f"blocks of {session.bs} tokens, not of {block_tokens}")
         rows = _rows(path, number, index, session, start_s)
         first = next(rows, None)
         if first is not None:

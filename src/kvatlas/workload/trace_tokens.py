@@ -33,15 +33,15 @@ def recognises(line: bytes) -> bool:
     return b'"input_tok_ids"' in line
 
 
-def block_tokens(path: Path, options: Options) -> int:
+def block_tokens_of(path: Path, options: Options) -> int:
     """Whatever is asked for: the ids of blocks are made here."""
     return options.block_tokens or USUAL_BLOCK_TOKENS
 
 
-def read(path: Path, size: int, options: Options) -> Iterator[Row]:
+def read(path: Path, block_tokens: int, options: Options) -> Iterator[Row]:
     """Rows with chained ids. Raises TraceError for lines not of this form."""
     decode = msgspec.json.Decoder(_Line).decode
-    hashed = Hashed(size, options.secret)
+    hashed = Hashed(block_tokens, options.secret)
     for number, line in lines(path):
         try:
             raw = decode(line)
