@@ -29,13 +29,14 @@ class Heat(enum.IntEnum):
     COLD = 3  # P3: all else
 
 
-class Facts(msgspec.Struct, frozen=True):
+class Facts(msgspec.Struct, frozen=True, gc=False):
     """What is known of a block when it comes in.
 
     ``size_bytes`` is its weight in whatever unit the capacity has (the simulator also counts in
     blocks and in tokens). ``parent`` is the block before it in its prompt, None at the start,
     ``index`` its number from there. ``saves_s``: seconds of engine time that one hit saves, that
-    is the price of computing this block at its position, attention included.
+    is the price of computing this block at its position, attention included. ``uses``: how often
+    it was used before it came here, in the tier above.
     """
 
     size_bytes: int = 1
@@ -43,6 +44,7 @@ class Facts(msgspec.Struct, frozen=True):
     index: int = 0
     saves_s: float = 0.0
     heat: Heat = Heat.COLD
+    uses: int = 0
 
 
 class Policy(Protocol):
@@ -51,10 +53,15 @@ class Policy(Protocol):
     Calls come from one thread, with ``now`` in seconds that never go back. A block is *held*
     between `added` and either `removed` or the `evict` that named it. The memory of a policy
     follows what is held; what it remembers of blocks that are gone has a limit.
+
+    A prefix cache is a tree: what lies below a block that went cannot be reached any more. Where
+    ``tree`` is true the policy knows that and lets a block go only after all those held below it.
     """
 
+    tree: bool
+
     def added(self, key: Key, facts: Facts, now: float) -> None:
-        """A block came in. It is not held yet; its parent, where held, came before it."""
+        """A block came in that is not held. Its parent may be held, or come later, or never."""
 
     def touched(self, key: Key, now: float) -> None:
         """A held block was used. Blocks of one prompt are touched from its start on."""

@@ -29,6 +29,8 @@ def taken(queue: OrderedDict[Key, int], need_bytes: int, may_go: MayGo | None) -
 class Lru:
     """Least recently used, over single blocks."""
 
+    tree = False
+
     def __init__(self) -> None:
         self._queue: OrderedDict[Key, int] = OrderedDict()  # key -> size_bytes, oldest use first
 
