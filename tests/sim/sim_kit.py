@@ -12,7 +12,7 @@ from kvatlas.core.router import Decision
 from kvatlas.sim.cluster import Cluster, ClusterFile, EngineTable, RouterTable, build
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.gateway import Inquiry, Outcome
-from kvatlas.workload.protocol import Admitted, Arrive, Produced
+from kvatlas.workload.protocol import Admitted, Arrive
 from kvatlas.workload.trace import Trace, TraceRequest
 
 BLOCK = 512
@@ -80,8 +80,8 @@ class Log:
     def decided(self, inquiry: Inquiry, decision: Decision) -> None:
         self.decisions.append(decision)
 
-    def tokens(self, id: str, produced: Produced, since_s: float) -> None:
-        assert since_s >= 0
+    def waited(self, gaps_s: Sequence[float], count: int) -> None:
+        assert min(gaps_s, default=0.0) >= 0
 
     def ended(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

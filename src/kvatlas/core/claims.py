@@ -268,9 +268,9 @@ class Claims:
 
     def _named(self, engine_hash: int, key: bytes, applied: Applied) -> None:
         """A grid block got its name: settle what waited for it."""
-        for lane in range(len(self._pool.lanes)):
+        for lane in range(len(self._pool.lanes)) if self._pending else ():
             tiers = self._pending.pop((lane, engine_hash), 0)
-            for tier in Tier:
+            for tier in Tier if tiers else ():
                 if tiers & 1 << tier:
                     self._claim(lane, tier, engine_hash, applied)
         for lane, windows in self._windows.items():

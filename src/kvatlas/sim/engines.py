@@ -113,7 +113,7 @@ class SimEngine:
         self._timeline = timeline
         self._network = network
         self._watchers = watchers
-        self._engine = Engine(layout, spec)
+        self._engine = Engine(layout, spec, leap=True)
         self._events = _Publisher()
         self._arrives: dict[str, Arrive] = {}
         self._came_at: dict[str, float] = {}
@@ -153,7 +153,7 @@ class SimEngine:
         self._cached.clear()
         self._came_at.clear()
         self.past_preemptions += self._engine.preemptions
-        self._engine = Engine(self.layout, self.spec)
+        self._engine = Engine(self.layout, self.spec, leap=True)
         self._events = _Publisher()
         self._note_busy(False)
         self._lag_s = 0.0
@@ -222,15 +222,15 @@ class SimEngine:
 
     def _submit(self, message: Submit) -> None:
         arrive = Arrive(message.id, message.tokens, message.output_tokens, message.salt)
-        effects = self._engine.handle(arrive, self._local_now())
-        for effect in effects:
-            if isinstance(effect, Rejected):
-                self._send(Declined(message.id, effect.reason, effect.busy))
-                return
-        self.requests += 1
-        self._arrives[message.id] = arrive
-        self._came_at[message.id] = self._timeline.now
-        self._send(Accepted(message.id, self.life))
+        effects = self._input(arrive)
+        rejected = next((e for e in effects if isinstance(e, Rejected)), None)
+        if rejected is None:
+            self.requests += 1
+            self._arrives[message.id] = arrive
+            self._came_at[message.id] = self._timeline.now
+            self._send(Accepted(message.id, self.life))
+        else:
+            self._send(Declined(message.id, rejected.reason, rejected.busy))
         self._perform(effects)
         self._arm()
 
@@ -239,8 +239,17 @@ class SimEngine:
     def _local_now(self) -> float:
         return self._timeline.now - self._lag_s
 
+    def _input(self, event: Input) -> Sequence[Effect]:
+        """Steps that are due end before what comes at the same time."""
+        now = self._local_now()
+        due = self._engine.next_deadline()
+        while due is not None and due <= now:
+            self._perform(self._engine.tick(due))
+            due = self._engine.next_deadline()
+        return self._engine.handle(event, now)
+
     def _handle(self, event: Input) -> None:
-        self._perform(self._engine.handle(event, self._local_now()))
+        self._perform(self._input(event))
         self._arm()
 
     def _arm(self) -> None:
@@ -279,7 +288,7 @@ class SimEngine:
             match effect:
                 case Produced():
                     produced.append(effect)
-                    self.output_tokens += 1
+                    self.output_tokens += effect.count
                     if effect.finished and self._arrives.pop(effect.id, None) is not None:
                         ended[effect.id] = Usage(self._forget(effect.id))
                 case Published(events):
@@ -287,7 +296,7 @@ class SimEngine:
                 case Admitted():
                     self._admitted(effect)
         if produced:
-            self._send(Answers(tuple(produced), ended))
+            self._send(Answers(self._timeline.now, self._lag_s, tuple(produced), ended))
 
     def _publish(self, events: tuple[Event, ...]) -> None:
         batch = self._events.publish(events, self._timeline.now + self.clock_offset_s)

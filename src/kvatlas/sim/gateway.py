@@ -7,6 +7,7 @@ sockets, and knows only what messages tell it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import sub
 from typing import Protocol
 
 import msgspec
@@ -45,7 +46,6 @@ from kvatlas.sim.messages import (
 )
 from kvatlas.sim.network import Network
 from kvatlas.sim.timeline import Timeline, Timer
-from kvatlas.workload.protocol import Produced
 
 _SWEEP_KEYS = 50_000  # per look, as `service.assembly`
 
@@ -95,8 +95,8 @@ class GatewayWatcher(Protocol):
     def decided(self, inquiry: Inquiry, decision: Decision) -> None:
         """A request was routed."""
 
-    def tokens(self, id: str, produced: Produced, since_s: float) -> None:
-        """Tokens of an answer arrived, ``since_s`` after the ones before (or after arrival)."""
+    def waited(self, gaps_s: Sequence[float], count: int) -> None:
+        """Between tokens of their answers, ``count`` requests each waited these gaps."""
 
     def ended(self, outcome: Outcome) -> None:
         """A request is over; told exactly once for each."""
@@ -332,22 +332,33 @@ class Gateway:
         return flight if flight is not None and flight.target == source else None
 
     def _answers(self, source: str, message: Answers) -> None:
+        """Tokens arrive. Requests of one batch share their times, and so the gaps between them."""
         now = self._timeline.now
+        together: dict[int, tuple[tuple[float, ...], int]] = {}  # by identity: equal is not enough
+        alone: list[float] = []
+        shift_s = now - message.sent_at + message.lag_s
         for produced in message.produced:
             flight = self._mine(produced.id, source)
             if flight is None:
                 continue
-            before = flight.heard_at if flight.made else flight.arrived_at
-            flight.heard_at = now
+            times = produced.times_s
             if not flight.made:
                 flight.first_at = now
                 self.dispatcher.handle(FirstToken(produced.id), now)
-            flight.made += 1
-            for watcher in self._watchers:
-                watcher.tokens(produced.id, produced, now - before)
+            elif times:
+                alone.append(times[0] + shift_s - flight.heard_at)
+                together[id(times)] = times, together.get(id(times), (times, 0))[1] + 1
+            else:
+                alone.append(now - flight.heard_at)
+            flight.heard_at = times[-1] + shift_s if times else now
+            flight.made += produced.count
             usage = message.ended.get(produced.id)
             if usage is not None and produced.finished:
                 self._end(flight, "", usage.cached_tokens)
+        for watcher in self._watchers:
+            watcher.waited(alone, 1)
+            for times, count in together.values():
+                watcher.waited(list(map(sub, times[1:], times)), count)
 
     def _lost(self, worker: _Worker, source: str, life: int) -> None:
         """Connections broke: those that were never accepted may be tried elsewhere."""

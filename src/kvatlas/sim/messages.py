@@ -49,8 +49,14 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Answers(msgspec.Struct, frozen=True):
-    """Engine → gateway: the tokens of one step, of all requests; ``ended`` by request id."""
+    """Engine → gateway: tokens of all requests, those of several steps where the engine leapt.
 
+    ``sent_at`` is when the last of them left, on the world's clock, ``produced.times_s`` when each
+    did on the engine's, which is ``lag_s`` behind. ``ended`` by request id.
+    """
+
+    sent_at: float
+    lag_s: float
     produced: tuple[Produced, ...]
     ended: dict[str, Usage]
 

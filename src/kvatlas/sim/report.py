@@ -19,7 +19,7 @@ from kvatlas.core.router import Decision
 from kvatlas.report.latency import Report, Slo, Summary, summarise
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.gateway import Inquiry, Outcome
-from kvatlas.workload.protocol import Admitted, Arrive, Produced
+from kvatlas.workload.protocol import Admitted, Arrive
 from kvatlas.workload.step_time import StepTime
 
 _STEP = 1.005  # buckets of gaps are half a percent wide
@@ -160,9 +160,9 @@ class Recorder:
     def decided(self, inquiry: Inquiry, decision: Decision) -> None:
         """Nothing to note."""
 
-    def tokens(self, id: str, produced: Produced, since_s: float) -> None:
-        if produced.index:
-            self._gaps.add(since_s)
+    def waited(self, gaps_s: Sequence[float], count: int) -> None:
+        for gap_s in gaps_s:
+            self._gaps.add(gap_s, count)
 
     def admitted(
         self, engine: SimEngine, arrive: Arrive, admitted: Admitted, waited_s: float
