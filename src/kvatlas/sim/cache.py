@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from kvatlas.core.layout import Layout
 from kvatlas.core.policy.base import Facts, Heat, Key, MayGo, Policy
+from kvatlas.core.policy.speculative import Speculative
 from kvatlas.errors import ConfigError
+from kvatlas.workload.device import Device
 from kvatlas.workload.trace import TraceRequest
 
 SINK_TOKENS = 64  # seed document 003, chapter 2: about so many are attended to by all others
@@ -212,11 +215,11 @@ class Cache:
         for index, key in enumerate(prompt.keys):
             tier = where.get(key)
             if tier is None:
-                size = self._weight(prompt, index)
-                if not self._make_room(0, size, now, None):
+                weight = self._weight(prompt, index)
+                if not self._make_room(0, weight, now, None):
                     self.counts.refused_blocks += 1
                     continue
-                self._put(key, self._new(prompt, index, size), 0, now)
+                self._put(key, self._new(prompt, index, weight), 0, now)
                 continue
             held += 1
             if self._ahead or self._many:
@@ -274,9 +277,9 @@ class Cache:
             return 1
         return prompt.last_tokens if index == len(prompt.keys) - 1 else self._block_tokens
 
-    def _new(self, prompt: Prompt, index: int, size: int) -> Facts:
+    def _new(self, prompt: Prompt, index: int, weight: int) -> Facts:
         return Facts(
-            size,
+            weight,
             prompt.keys[index - 1] if index else None,
             index,
             self._saving(index) if self._seconds is not None else 0.0,
@@ -322,13 +325,13 @@ class Cache:
         self._facts[key] = facts
         level.policy.added(key, facts, now)
 
-    def _make_room(self, tier: int, size: int, now: float, may_go: MayGo | None) -> bool:
-        """Room for ``size`` in a tier, by handing down what the policy gives up."""
+    def _make_room(self, tier: int, weight: int, now: float, may_go: MayGo | None) -> bool:
+        """Room for ``weight`` in a tier, by handing down what the policy gives up."""
         level = self.levels[tier]
-        short = level.used + size - level.capacity
+        short = level.used + weight - level.capacity
         if short <= 0:
             return True
-        if size > level.capacity:
+        if weight > level.capacity:
             return False
         for victim in level.policy.evict(short, now, may_go):
             facts = self._facts.pop(victim)
@@ -346,19 +349,42 @@ class Cache:
                 self.counts.dropped += facts.size_bytes
                 self._ahead.pop(victim, None)
                 self._uses.pop(victim, None)
-        return level.used + size <= level.capacity
+        return level.used + weight <= level.capacity
 
     def _saving(self, index: int) -> float:
-        saves, size = self._saves, self._block_tokens
+        saves, block = self._saves, self._block_tokens
         assert self._seconds is not None
         while len(saves) <= index:
-            end = (len(saves) + 1) * size
-            saves.append(self._seconds(end) - self._seconds(end - size))
+            end = (len(saves) + 1) * block
+            saves.append(self._seconds(end) - self._seconds(end - block))
         return saves[index]
 
 
-def run(cache: Cache, work: Work) -> Counts:
-    """A whole trace through a cache."""
+def run(cache: Cache, work: Work, *, ahead: Speculative | None = None) -> Counts:
+    """A whole trace through a cache. ``ahead`` predicts next turns, whose blocks are then brought
+    to the top tier before they are asked for."""
     for prompt in work.prompts:
+        if ahead is None:
+            cache.serve(prompt)
+            continue
+        now = prompt.now
+        for prediction in ahead.due(now):
+            cache.bring_up(prediction.keys, now)
+        full = prompt.keys[:-1]  # the last block is cut short: the next turn has another there
+        turn = ahead.arrived(full, now)
         cache.serve(prompt)
+        ahead.ended(full, turn, now)
     return cache.counts
+
+
+def prefill_seconds(layout: Layout, device: Device, devices: int) -> Callable[[int], float]:
+    """The price of the first n tokens of a prompt, in seconds of so many devices together.
+
+    At the lowest precision up to fp8 that the device has a figure of, and the share of it that a
+    prefill reaches. Raises ConfigError where the model's cost is not known.
+    """
+    compute = layout.compute
+    if compute is None:
+        raise ConfigError(f"what a prefill of {layout.model or 'this model'} costs is not known")
+    rate = devices * device.compute_rate("fp8" if "fp8" in device.flops else "bf16")
+    return lambda tokens: compute.prefill_flops(0, tokens) / rate

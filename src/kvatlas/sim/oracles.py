@@ -42,51 +42,64 @@ def optimal(
     """
     if capacity < 1:
         raise ConfigError(f"a cache needs a capacity of 1 or more, not {capacity}")
-    never = work.blocks
-    upcoming = _next_uses(work, never)
-    due = [-1] * work.unique_blocks  # next use of what is held; -1: not held
-    sizes = [0] * work.unique_blocks
-    heap: list[tuple[int, int]] = []  # (-next use, block), some stale
-    counts = Counts()
-    used = at = 0
+    upcoming = iter(_next_uses(work, work.blocks))
+    held = _Foreseen(capacity, work.unique_blocks)
+    counts = held.counts
     for prompt in work.prompts:
         keys = prompt.keys
         hits = 0
         for key in keys:
-            if due[key] < 0:
+            if held.due[key] < 0:
                 break
             hits += 1
         counts.add(prompt, hits, work.block_tokens, seconds)
         last = len(keys) - 1
         for index, key in enumerate(keys):
-            then = upcoming[at]
-            at += 1
-            if due[key] >= 0:
-                counts.held_blocks += 1
-            else:
-                size = 1
-                if unit_tokens:
-                    size = prompt.last_tokens if index == last else work.block_tokens
-                while used + size > capacity and heap:
-                    least, victim = heap[0]
-                    if due[victim] != -least:
-                        heapq.heappop(heap)
-                    elif -least <= then:
-                        break
-                    else:
-                        heapq.heappop(heap)
-                        due[victim] = -1
-                        used -= sizes[victim]
-                        counts.dropped_blocks += 1
-                        counts.dropped += sizes[victim]
-                if used + size > capacity:
-                    counts.refused_blocks += 1
-                    continue
-                used += size
-                sizes[key] = size
-            due[key] = then
-            heapq.heappush(heap, (-then, key))
+            weight = 1
+            if unit_tokens:
+                weight = prompt.last_tokens if index == last else work.block_tokens
+            held.use(key, weight, next(upcoming))
     return counts
+
+
+class _Foreseen:
+    """What is held, by when it is used next."""
+
+    def __init__(self, capacity: int, unique_blocks: int) -> None:
+        self.counts = Counts()
+        self.due = [-1] * unique_blocks  # next use of what is held; -1: not held
+        self._weights = [0] * unique_blocks
+        self._heap: list[tuple[int, int]] = []  # (-next use, block), some stale
+        self._free = capacity
+
+    def use(self, key: int, weight: int, then: int) -> None:
+        """One use of a block, the next of which is number ``then``."""
+        if self.due[key] >= 0:
+            self.counts.held_blocks += 1
+        elif not self._make_room(weight, then):
+            self.counts.refused_blocks += 1
+            return
+        else:
+            self._free -= weight
+            self._weights[key] = weight
+        self.due[key] = then
+        heapq.heappush(self._heap, (-then, key))
+
+    def _make_room(self, weight: int, then: int) -> bool:
+        heap, due = self._heap, self.due
+        while self._free < weight and heap:
+            least, victim = heap[0]
+            if due[victim] != -least:
+                heapq.heappop(heap)
+            elif -least <= then:
+                break  # all that is held is used before this
+            else:
+                heapq.heappop(heap)
+                due[victim] = -1
+                self._free += self._weights[victim]
+                self.counts.dropped_blocks += 1
+                self.counts.dropped += self._weights[victim]
+        return self._free >= weight
 
 
 def _next_uses(work: Work, never: int) -> list[int]:
