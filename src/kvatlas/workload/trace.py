@@ -193,7 +193,10 @@ def _contradiction(row: Row, last_s: float, block_tokens: int) -> str:
     if not math.isfinite(row.arrival_s) or row.arrival_s > ARRIVAL_MAX_S:
         return f"timestamp {row.arrival_s * 1000:g} ms is none"
     if row.arrival_s < 0:
-        return f"timestamp {row.arrival_s * 1000:g} is negative"
+        return (
+            f"timestamp {row.arrival_s * 1000:g} is negative, or before the first one: "
+            "sort the trace first (--sort)"
+        )
     if row.arrival_s < last_s:
         return (
             f"timestamp {row.arrival_s * 1000:g} comes after {last_s * 1000:g}: "
