@@ -7,7 +7,7 @@ paused; each start is a new life with an empty cache and sequence numbers from 0
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvatlas.core.events import Batch, Event
@@ -36,8 +36,11 @@ from kvatlas.workload.protocol import (
     Abort,
     Admitted,
     Arrive,
+    ClearCache,
+    Cleared,
     Effect,
     Input,
+    Model,
     Produced,
     Published,
     Rejected,
@@ -65,8 +68,8 @@ class EngineWatcher(Protocol):
 class _Publisher:
     """Numbers batches and keeps the last ones for replay, as vLLM's `ZmqEventPublisher`."""
 
-    def __init__(self) -> None:
-        self.next_seq = 0
+    def __init__(self, first_seq: int = 0) -> None:
+        self.next_seq = first_seq
         self._buffer: deque[tuple[Batch, int]] = deque()
         self._bytes = 0
 
@@ -85,7 +88,11 @@ class _Publisher:
 
 
 class SimEngine:
-    """One engine and its host's clock. ``clock_offset_s``: how far that clock is off (faults)."""
+    """One engine and its host's clock. ``clock_offset_s``: how far that clock is off (faults).
+
+    ``make_model`` gives each life what it computes with; ``identity`` is what it tells of itself
+    (a fingerprint) where that may change with a restart, b"" where it never does.
+    """
 
     def __init__(
         self,
@@ -97,6 +104,7 @@ class SimEngine:
         network: Network,
         watchers: Sequence[EngineWatcher] = (),
         role: str = "combined",
+        make_model: Callable[[Layout], Model] | None = None,
     ) -> None:
         self.name = name
         self.role = role
@@ -104,6 +112,8 @@ class SimEngine:
         self.layout = layout
         self.spec = spec
         self.clock_offset_s = 0.0
+        self.identity = b""
+        self.asleep = False
         self.life = 0
         self.up = False
         self.past_preemptions = 0  # of lives that ended
@@ -113,7 +123,8 @@ class SimEngine:
         self._timeline = timeline
         self._network = network
         self._watchers = watchers
-        self._engine = Engine(layout, spec, leap=True)
+        self._make_model = make_model
+        self._engine = self._new()
         self._events = _Publisher()
         self._arrives: dict[str, Arrive] = {}
         self._came_at: dict[str, float] = {}
@@ -132,10 +143,26 @@ class SimEngine:
         """The engine model of the present life (read-outs)."""
         return self._engine
 
-    def start(self) -> None:
-        """A new process: empty cache, batches numbered from 0."""
+    def _new(self) -> Engine:
+        model = self._make_model(self.layout) if self._make_model is not None else None
+        return Engine(self.layout, self.spec, model=model, leap=True)
+
+    @property
+    def history(self) -> list[Batch]:
+        """Batches of the present life that it would replay."""
+        return self._events.since(0)
+
+    def change(self, layout: Layout, spec: EngineSpec, identity: bytes) -> None:
+        """While it is down: another model, or another configuration, under the same name."""
+        assert not self.up
+        self.layout, self.spec, self.identity = layout, spec, identity
+        self._engine = self._new()
+
+    def start(self, *, first_seq: int = 0) -> None:
+        """A new process: empty cache, batches numbered from ``first_seq`` (vLLM: 0)."""
         if self.up:
             return
+        self._events = _Publisher(first_seq)
         self.life += 1
         self.up = True
         self._network.attach(self.name, self._receive)
@@ -147,14 +174,13 @@ class SimEngine:
         if not self.up:
             return
         self.up = False
-        self._paused = False
+        self.asleep = self._paused = False
         self._inbox.clear()
         self._arrives.clear()
         self._cached.clear()
         self._came_at.clear()
         self.past_preemptions += self._engine.preemptions
-        self._engine = Engine(self.layout, self.spec, leap=True)
-        self._events = _Publisher()
+        self._engine = self._new()
         self._note_busy(False)
         self._lag_s = 0.0
         if self._timer is not None:
@@ -178,9 +204,34 @@ class SimEngine:
             return
         self._paused = False
         self._lag_s += self._timeline.now - self._paused_at
-        while self._inbox and not self._paused:
-            self._receive(*self._inbox.popleft())
+        self._read_inbox()
         self._arm()
+
+    def _read_inbox(self) -> None:
+        kept, self._inbox = self._inbox, deque()
+        for source, message in kept:
+            self._receive(source, message)
+
+    def clear_cache(self) -> bool:
+        """Drop its prefix cache, as vLLM's /reset_prefix_cache: False while blocks are in use. The
+        event goes out with its next step."""
+        effects = self._input(ClearCache())
+        self._perform(effects)
+        self._arm()
+        return any(isinstance(effect, Cleared) and effect.done for effect in effects)
+
+    def sleep(self) -> bool:
+        """Drop the cache and answer nothing but looks until `wake`; False where it is at work."""
+        if not self.up or self._paused or self.asleep or not self.clear_cache():
+            return False
+        self.asleep = True
+        return True
+
+    def wake(self) -> None:
+        """Take up what came meanwhile."""
+        self.asleep = False
+        if not self._paused:
+            self._read_inbox()
 
     @property
     def paused(self) -> bool:
@@ -198,7 +249,7 @@ class SimEngine:
         self._network.send(self.name, GATEWAY, message)
 
     def _receive(self, source: str, message: Message) -> None:
-        if self._paused:
+        if self._paused or (self.asleep and not isinstance(message, Look)):
             self._inbox.append((source, message))
             return
         match message:
@@ -214,14 +265,17 @@ class SimEngine:
                 self._send(Replayed(token, None))
             case Look(number):
                 requests = self._engine.running + self._engine.waiting
-                self._send(Pulse(number, self.life, requests))
+                layout = self.layout if self.identity else None
+                self._send(Pulse(number, self.life, requests, self.asleep, layout, self.identity))
 
     def _forget(self, id: str) -> int:
         self._came_at.pop(id, None)
         return self._cached.pop(id, 0)
 
     def _submit(self, message: Submit) -> None:
-        arrive = Arrive(message.id, message.tokens, message.output_tokens, message.salt)
+        arrive = Arrive(
+            message.id, message.tokens, message.output_tokens, message.salt, message.adapter
+        )
         effects = self._input(arrive)
         rejected = next((e for e in effects if isinstance(e, Rejected)), None)
         if rejected is None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvatlas.core import sequence
 from kvatlas.core.dispatch import (
     Dispatcher,
     Finished,
@@ -68,6 +69,7 @@ class Inquiry(msgspec.Struct, frozen=True):
     tokens: bytes
     output_tokens: int
     scope: str = ""
+    adapter: str = ""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -134,7 +136,9 @@ class _Worker:
         self.feed = feed
         self.flights: set[str] = set()
         self.life = 0
+        self.fingerprint = b""
         self.up = True
+        self.asleep = False
         self.failures = 0
         self.successes = 0
         self.answered = True  # the last look
@@ -151,9 +155,11 @@ class Gateway:
         *,
         spec: GatewaySpec | None = None,
         watchers: Sequence[GatewayWatcher] = (),
+        feed_limits: sequence.Limits = sequence.LIMITS,
     ) -> None:
         self.dispatcher = dispatcher
         self.spec = spec or GatewaySpec()
+        self._feed_limits = feed_limits
         self._timeline = timeline
         self._network = network
         self._watchers = watchers
@@ -181,8 +187,10 @@ class Gateway:
             self.dispatcher,
             publisher,
             lambda message: self._network.send(GATEWAY, name, message),
+            limits=self._feed_limits,
         )
-        self._workers[name] = _Worker(publisher, feed)
+        worker = self._workers[name] = _Worker(publisher, feed)
+        worker.fingerprint = fingerprint
         self._among = (*self._among, (publisher, ""))
         self.dispatcher.handle(Join(publisher, layout, fingerprint), self._timeline.now)
 
@@ -204,7 +212,10 @@ class Gateway:
             raise ValueError(f"request id {inquiry.id!r} is in use")
         scope = Scope("tenant", inquiry.scope) if inquiry.scope else PUBLIC
         if self.dispatcher.router.policy == "price":
-            question = Question(inquiry.id, self._among, inquiry.tokens, scope)
+            among = self._among
+            if inquiry.adapter:
+                among = tuple((publisher, inquiry.adapter) for publisher, _ in among)
+            question = Question(inquiry.id, among, inquiry.tokens, scope)
         else:  # the service does not tokenize where nobody looks at the prompt either
             count = len(inquiry.tokens) // 4
             policy = self.dispatcher.router.policy
@@ -239,9 +250,16 @@ class Gateway:
         flight.heard_at = self._timeline.now
         self._workers[name].flights.add(inquiry.id)
         self.dispatcher.handle(Sent(inquiry.id, plan.publisher), self._timeline.now)
-        salt = inquiry.scope
         self._network.send(
-            GATEWAY, name, Submit(inquiry.id, inquiry.tokens, inquiry.output_tokens, salt)
+            GATEWAY,
+            name,
+            Submit(
+                inquiry.id,
+                inquiry.tokens,
+                inquiry.output_tokens,
+                inquiry.scope,
+                inquiry.adapter,
+            ),
         )
         self._wait(flight, self.spec.connect_timeout_s)
 
@@ -397,10 +415,23 @@ class Gateway:
             if worker.life:
                 worker.feed.restarted("its process started anew")
             worker.life = pulse.life
+        elif pulse.asleep != worker.asleep:
+            # An idle engine sends no events: what it dropped is known by this alone.
+            worker.feed.dropped("it sleeps" if pulse.asleep else "it slept")
+        if pulse.layout is not None and pulse.fingerprint != worker.fingerprint:
+            worker.fingerprint = pulse.fingerprint
+            join = Join(worker.publisher, pulse.layout, pulse.fingerprint)
+            self.dispatcher.handle(join, self._timeline.now)
+            self._set_up(worker, worker.up)
+            worker.feed.restarted("it serves something else")
+        if pulse.asleep != worker.asleep:
+            worker.asleep = pulse.asleep
+            self._set_up(worker, worker.up)
         if not worker.up and worker.successes >= self.spec.up_after:
             self._set_up(worker, True)
         self.dispatcher.handle(SetLoad(worker.publisher, pulse.requests), self._timeline.now)
 
     def _set_up(self, worker: _Worker, up: bool) -> None:
         worker.up = up
-        self.dispatcher.handle(SetUp(worker.publisher, up), self._timeline.now)
+        routed = up and not worker.asleep
+        self.dispatcher.handle(SetUp(worker.publisher, routed), self._timeline.now)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvatlas.core.events import Batch
+from kvatlas.core.layout import Layout
 from kvatlas.workload.protocol import Produced
 
 
@@ -19,6 +20,7 @@ class Submit(msgspec.Struct, frozen=True):
     tokens: bytes
     output_tokens: int
     salt: str = ""
+    adapter: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -98,11 +100,15 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class Pulse(msgspec.Struct, frozen=True):
-    """Engine → gateway: the answer to `Look`. ``life`` counts the engine's starts."""
+    """Engine → gateway: the answer to `Look`. ``life`` counts the engine's starts; ``layout`` and
+    ``fingerprint`` say what it serves, where that may change."""
 
     number: int
     life: int
     requests: int
+    asleep: bool = False
+    layout: Layout | None = None
+    fingerprint: bytes = b""
 
 
 class Refused(msgspec.Struct, frozen=True):
