@@ -43,6 +43,19 @@ class Gaps:
         self.total_s += gap_s * count
         self.max_s = max(self.max_s, gap_s)
 
+    def add_run(self, gaps_s: Sequence[float], count: int) -> None:
+        """``count`` times these gaps. Those that fall into one bucket anyway are put there at once:
+        the steps of a leap differ by little."""
+        if not gaps_s:
+            return
+        least, most = min(gaps_s), max(gaps_s)
+        if most <= least * _STEP:
+            self.add(sum(gaps_s) / len(gaps_s), len(gaps_s) * count)
+            self.max_s = max(self.max_s, most)
+            return
+        for gap_s in gaps_s:
+            self.add(gap_s, count)
+
     def percentile(self, percent: float) -> float:
         """The middle of the bucket in which that rank lies. Raises ValueError when empty."""
         if not self.count:
@@ -161,8 +174,7 @@ class Recorder:
         """Nothing to note."""
 
     def waited(self, gaps_s: Sequence[float], count: int) -> None:
-        for gap_s in gaps_s:
-            self._gaps.add(gap_s, count)
+        self._gaps.add_run(gaps_s, count)
 
     def admitted(
         self, engine: SimEngine, arrive: Arrive, admitted: Admitted, waited_s: float

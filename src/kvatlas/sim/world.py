@@ -18,6 +18,7 @@ from kvatlas.sim.arrivals import Arrivals
 from kvatlas.sim.cluster import Cluster
 from kvatlas.sim.engines import EngineWatcher, SimEngine
 from kvatlas.sim.gateway import Gateway, GatewayWatcher, Inquiry, Outcome
+from kvatlas.sim.links import Fabric
 from kvatlas.sim.network import Network
 from kvatlas.sim.report import Recorder, SimReport
 from kvatlas.sim.timeline import Timeline
@@ -44,7 +45,7 @@ def _nothing() -> None:
 class World:
     """Everything of one run. The same cluster, trace and seed give the same run, event by event.
 
-    Faults act on what is public here: `network.interpose`, links' speed, and each engine's
+    Faults act on what is public here: `network.interpose`, `fabric.set_speed`, and each engine's
     ``stop``, ``start``, ``pause``, ``resume`` and ``clock_offset_s``. Watchers see what happens.
     """
 
@@ -60,6 +61,7 @@ class World:
         self.cluster = cluster
         self.timeline = Timeline()
         self.network = Network(self.timeline, latency_s=cluster.network.latency_s)
+        self.fabric = Fabric(self.timeline)
         secret = hashlib.sha256(b"kvatlas.sim.1\0%d" % seed).digest()
         keyring = Keyring(secret)
         directory = Directory(
@@ -166,7 +168,7 @@ def simulate(
         preemptions=sum(load.preemptions for load in loads),
         evicted_blocks=sum(load.evicted_blocks for load in loads),
         engines=tuple(loads),
-        links={name: link.bytes_moved for name, link in world.network.links.items()},
+        links={name: link.bytes_moved for name, link in world.fabric.links.items()},
         faults=recorder.faults,
         retries=recorder.retries,
     )
