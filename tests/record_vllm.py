@@ -94,7 +94,7 @@ def frames(endpoint):
     return found
 
 
-def start(name, folder):
+def start(name, folder, step_tokens=STEP_TOKENS, **more):
     from vllm import LLM
     from vllm.config import KVEventsConfig
 
@@ -108,7 +108,7 @@ def start(name, folder):
     )
     settings = {
         "num_gpu_blocks_override": BLOCKS[kind] + 1,  # and the null block
-        "max_num_batched_tokens": STEP_TOKENS,
+        "max_num_batched_tokens": step_tokens,
         "max_num_seqs": 8,
         "max_model_len": 2048,
         "prefix_cache_retention_interval": RETENTION[name],
@@ -125,8 +125,24 @@ def start(name, folder):
         seed=SEED,
         disable_log_stats=False,
         **settings,
+        **more,
     )
     return llm, settings
+
+
+def ask(llm, prompt, output, wishes):
+    """One request with its ``kv_transfer_params``."""
+    from vllm import SamplingParams
+
+    limits = SamplingParams(
+        temperature=0,
+        max_tokens=output,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": wishes} if wishes else None,
+    )
+    (answer,) = llm.generate([{"prompt_token_ids": prompt}], [limits], use_tqdm=False)
+    return answer
 
 
 def play(llm, long, crowd):

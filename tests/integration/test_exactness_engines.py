@@ -6,13 +6,16 @@ The whole matrix takes a quarter of an hour; its results are in ``fixtures/valid
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from real_engines import HERE, require
 
+from kvatlas.connectors import vllm_greedy
 from kvatlas.validate import exactness_transformers
-from kvatlas.validate.exactness import Case, Fault, Report, bad_cases, middle_length
-from kvatlas.validate.exactness_vllm import Subject, cases, run, subject
+from kvatlas.validate.answering import Child
+from kvatlas.validate.exactness import Case, Fault, Report, bad_cases, difference, middle_length
+from kvatlas.validate.exactness_vllm import Subject, _job, cases, run, subject, text
 
 pytestmark = pytest.mark.engine
 
@@ -55,11 +58,43 @@ def test_loaded_state_is_as_good_as_computed(model: str, tmp_path: Path) -> None
 def test_the_minimal_resume_point_of_v4_is_enough(tmp_path: Path) -> None:
     what = subject("v4", tmp_path)
     n, position = 600, 512
-    wanted = [Case(n, position, way) for way in ("load", "minimal", "again")]
+    wanted = [Case(n, position, "load"), Case(n, position, "minimal"), Case(n, 0, "again")]
     wanted += [Case(n, position, "load", fault, "different") for fault in V4_FAULTS]
     wanted += [Case(n, position, "load", Fault("c128_state", "omit"), "unread")]
     report = with_vllm(what, wanted, tmp_path)
     assert not told(report)
+
+
+def test_what_a_minimal_load_leaves_unfilled_is_nobody_elses(tmp_path: Path) -> None:
+    """The same twice: with the probe's care, and without it, where answers must go wrong.
+
+    Not the usual minimal load: it leaves the whole window out, which is read, so that it shows.
+    """
+    what = subject("v4", tmp_path)
+    prompt, at = text(5, 600), 512
+    runs: list[dict[str, Any]] = []
+
+    def ask(name: str, *, forget: bool = True, **params: Any) -> None:
+        like = "" if name == "cold" else "cold"
+        run = {"id": name, "prompt": prompt, "params": params, "forget": forget, "like": like}
+        runs.append(run)
+
+    ask("cold", save=[["whole", at]])
+    for care in ("careful", "careless"):
+        wishes: dict[str, Any] = {"load": "whole", "at": at, "minimal": True}
+        wishes |= {"fault": ["swa", "leave", ""], "save": [[care, at]]}
+        ask(f"{care} resumes", **wishes, careless=care == "careless")
+        ask(f"{care} second hit", forget=False)
+        ask(f"{care} load of its save", load=care, at=at)
+    job = _job(what, tmp_path, runs, {}) | {"tokens": 4}
+    child = Child(vllm_greedy.__file__, require("vllm"), [HERE / "vllm_v4_shim"], tmp_path)
+    found = child.run(job)
+    told = {name: (a.cached_tokens, difference(found["cold"], a)) for name, a in found.items()}
+    assert told["careful second hit"] == told["careful load of its save"] == (0, None)
+    for name in ("careful resumes", "careless second hit", "careless load of its save"):
+        cached, wrong = told[name]
+        assert cached == at
+        assert wrong is not None, name
 
 
 def test_transformers_agrees_and_needs_the_rows_between_entries() -> None:

@@ -63,7 +63,8 @@ def test_the_last_token_is_always_computed(prompt: int, position: int) -> None:
 def test_a_prompt_below_the_grid_has_nothing_to_load(tmp_path: Path) -> None:
     layout = v4(tmp_path)
     assert {c.way for c in good_cases(layout, [200])} == {"local"}
-    assert [c.way for c in good_cases(layout, [257])] == ["local", "load", "minimal", "again"]
+    ways = [c.way for c in good_cases(layout, [257])]
+    assert ways == ["local", "load", "minimal", "again", "resaved"]
     assert "second" in {c.way for c in good_cases(layout, [600])}
     plain = subject("gqa", tmp_path).layout
     assert {c.way for c in good_cases(plain, [600])} == {"local", "load"}
@@ -88,7 +89,7 @@ def test_the_runs_save_before_they_load(tmp_path: Path) -> None:
     swapped = {run["params"]["fault"][2] for run in read if "fault" in run["params"]}
     assert loaded | swapped <= saved
     names = [run["id"] for run in read]
-    assert names.index("600-again-512") == names.index("600-minimal-512") + 1
+    assert names.index("600-again-0") == names.index("600-minimal-512") + 1
     assert all(run["like"] == "600-cold-0" for run in read)
     assert text(1, 300)[:200] == text(1, 200) != text(2, 200)
 
@@ -140,6 +141,9 @@ def test_judgement() -> None:
     assert not judge(load, same, other).ok
     assert not judge(load, same, answer(1, 2, cached=256)).ok  # it resumed somewhere else
     assert judge(Case(600, 512, "local"), same, answer(1, 2, cached=0)).ok
+    # What a minimal load left unfilled is nothing to resume from.
+    assert judge(Case(600, 0, "again"), same, answer(1, 2, cached=0)).ok
+    assert not judge(Case(600, 0, "again"), same, same).ok
     fault = Case(600, 512, "load", Fault("swa", "omit"), "different")
     assert judge(fault, same, other).ok
     assert not judge(fault, same, same).ok  # a fault that nobody noticed

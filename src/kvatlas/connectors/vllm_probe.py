@@ -3,12 +3,25 @@
 Loaded by vLLM 0.32 alone, inside the engine (`vllm_greedy` registers it); nothing else imports it.
 A request's ``kv_transfer_params`` say what to do with its state:
 
-* ``{"save": [[record, position], ...]}``: when the request has computed exactly ``position``
-  tokens, everything that a resume there needs goes into the file ``record`` of the store;
-* ``{"load": record, "at": position}``: the request resumes at ``position`` from that file.
-  ``"minimal": true`` loads each part's ``least_blocks`` and zeroes the rest. ``"fault"`` is
-  ``[part, how, other record]``: ``omit``, ``zero`` or ``swap`` (with the same part of the other
-  record) in all layers, or ``flip`` of one bit in each byte of one block of one layer.
+* ``{"save": [[record, position], ...]}``: when the request resumes at ``position``, or has
+  computed exactly so many tokens, what a resume there needs goes into the file ``record`` of the
+  store;
+* ``{"load": record, "at": position}``: the request resumes at ``position`` from that file, or
+  computes everything where the record lacks a block that is needed. ``"minimal": true`` loads each
+  part's ``least_blocks`` and zeroes the rest. ``"fault"`` is ``[part, how, other record]``:
+  ``omit``, ``zero`` or ``swap`` (with the same part of the other record) in all layers, ``flip`` of
+  one bit in each byte of one block of one layer, or ``leave``: a minimal load that leaves all of
+  the part unfilled, as if it were not read.
+
+What a minimal load leaves unfilled belongs to its request alone:
+
+* it is taken out of the engine's prefix cache as soon as it is in there, in the same batch of
+  events: nobody finds it, no directory counts it, and no connector shares it;
+* no save writes it, and a record without it is not loaded where it is needed;
+* a request that is handed over (``do_remote_decode``) loads all, unless the windows that are handed
+  over begin behind the last unfilled block.
+
+``"careless": true`` in the wishes does none of that: for tests that must see it matter.
 
 ``parts`` in the connector's settings describe the model's state (see `kvatlas.core.layout`). They
 are recognised by kind, window, block tokens and page bytes, never by the index of a group; what
@@ -50,6 +63,7 @@ class Copies(KVConnectorMetadata):  # type: ignore[misc]
     fill: list[tuple[Place, int, int]] = field(default_factory=list)  # ..., byte
     load: list[tuple[Place, int, str, int]] = field(default_factory=list)  # ..., record, index
     flip: list[tuple[Place, int]] = field(default_factory=list)
+    # Written at the end of the step; it may have been loaded in it.
     save: dict[str, list[tuple[Place, int, int]]] = field(default_factory=dict)  # ..., index
 
 
@@ -69,6 +83,16 @@ class Part:
         blocks = self.least_blocks if minimal else self.blocks
         return range(0 if blocks is None else max(0, end - blocks), end)
 
+    def unfilled(self, position: int) -> range:
+        """Those of them that a minimal load leaves out."""
+        whole, least = self.needed(position, False), self.needed(position, True)
+        return range(whole.start, least.start)
+
+    def handed_over_from(self, tokens: int) -> int:
+        """The first block of a window that is sent with a prompt of ``tokens`` (vLLM 0.32,
+        `NixlConnector`: the blocks of a window and one more, here another for the first output)."""
+        return 0 if self.blocks is None else -(-tokens // self.block_tokens) - self.blocks - 2
+
 
 @dataclass
 class Tracked:
@@ -87,7 +111,7 @@ class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings = self._kv_transfer_config.kv_connector_extra_config
         self._store = Path(settings["store"])
         self._tracked: dict[str, Tracked] = {}
-        self._wishes: dict[str, dict[str, Any]] = {}
+        self._copies = Copies()
         self._caches: dict[str, torch.Tensor] = {}
         groups = kv_cache_config.kv_cache_groups
         if role.name == "SCHEDULER":
@@ -108,23 +132,31 @@ class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         position = wishes["at"]
         if position % self._grid or not 0 < position < request.num_tokens:
             raise ValueError(f"cannot resume at {position} of {request.num_tokens} tokens")
-        return max(0, position - num_computed_tokens), False
+        whole = self._holds(wishes["load"], position, self._minimal(request, wishes))
+        return (max(0, position - num_computed_tokens) if whole else 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plans the load of a request that has just got its blocks, and takes what it will leave
+        unfilled out of the prefix cache."""
         wishes = dict(request.kv_transfer_params or {})
-        wishes["external"] = num_external_tokens
-        self._wishes[request.request_id] = wishes
+        wishes["minimal"] = self._minimal(request, wishes)
+        tracked = Tracked(wishes, [list(ids) for ids in blocks.get_block_ids()])
+        self._tracked[request.request_id] = tracked
+        if num_external_tokens:
+            self._plan_load(tracked, num_external_tokens, self._copies)
+        if tracked.unfilled and not wishes.get("careless"):
+            # They are in the prefix cache since they were allocated, and nobody has looked yet.
+            unfilled = {tracked.ids[group][index] for (_, group), index in tracked.unfilled}
+            self._kv_cache_manager.evict_blocks(unfilled)
 
     def build_connector_meta(self, scheduler_output: Any) -> Copies:
         """This step's copies: loads of requests that begin, and what reaches a wished position."""
-        copies = Copies()
+        copies, self._copies = self._copies, Copies()
         scheduled = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
-            wishes = self._wishes.pop(new.req_id)
-            tracked = Tracked(wishes, [list(ids) for ids in new.block_ids])
-            self._tracked[new.req_id] = tracked
-            if wishes["external"]:
-                self._plan_load(tracked, new.num_computed_tokens, copies)
+            tracked = self._tracked[new.req_id]
+            tracked.ids = [list(ids) for ids in new.block_ids]
+            self._plan_save(tracked, new.num_computed_tokens, copies)
             self._plan_save(tracked, new.num_computed_tokens + scheduled[new.req_id], copies)
         cached = scheduler_output.scheduled_cached_reqs
         if cached.resumed_req_ids:
@@ -143,15 +175,37 @@ class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._tracked.pop(request.request_id, None)
         return False, None
 
-    def _plan_load(self, tracked: Tracked, position: int, copies: Copies) -> None:
+    def _minimal(self, request: Any, wishes: dict[str, Any]) -> bool:
+        """Whether the request may leave blocks unfilled, if it wishes to."""
+        if not wishes.get("minimal") or wishes.get("careless"):
+            return bool(wishes.get("minimal"))
+        return not wishes.get("do_remote_decode") or all(
+            part.unfilled(wishes["at"]).stop <= part.handed_over_from(request.num_tokens)
+            for part in self._parts
+            if part.unfilled(wishes["at"])
+        )
+
+    def _holds(self, record: str, position: int, minimal: bool) -> bool:
+        """Whether ``record`` has every block that a resume loads."""
+        held = {tuple(key) for key in torch.load(self._store / record)["held"]}
+        return held >= {
+            (part.name, group, index)
+            for part in self._parts
+            for group in part.groups
+            for index in part.needed(position, minimal)
+        }
+
+    def _plan_load(self, tracked: Tracked, external: int, copies: Copies) -> None:
         wishes = tracked.wishes
-        local = position - wishes["external"]
+        position = wishes["at"]
         name, how, other = wishes.get("fault") or ("", "", "")
         for part in self._parts:
-            first = local // part.block_tokens
+            first = (position - external) // part.block_tokens
             whole = [i for i in part.needed(position, False) if i >= first]
-            wanted = [i for i in part.needed(position, wishes.get("minimal", False)) if i >= first]
+            wanted = [i for i in part.needed(position, wishes["minimal"]) if i >= first]
             fault = how if part.name == name else ""
+            if fault == "leave":
+                wanted = []
             record = other if fault == "swap" else wishes["load"]
             for group in part.groups:
                 place = (part.name, group)
@@ -173,6 +227,7 @@ class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 copies.flip.append(((part.name, group), tracked.ids[group][index]))
 
     def _plan_save(self, tracked: Tracked, computed: int, copies: Copies) -> None:
+        careless = tracked.wishes.get("careless")
         for record, position in tracked.wishes.get("save", ()):
             if position != computed:
                 continue
@@ -181,7 +236,7 @@ class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 for part in self._parts
                 for group in part.groups
                 for i in part.needed(position, False)
-                if ((part.name, group), i) not in tracked.unfilled
+                if careless or ((part.name, group), i) not in tracked.unfilled
             ]
 
     # the worker's side
@@ -195,10 +250,10 @@ class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for place, block, byte in copies.fill:
             for layer in self._layers[place]:
                 self._write(layer, block, torch.full_like(self._read(layer, block), byte))
-        records: dict[str, dict[str, torch.Tensor]] = {}
+        records: dict[str, dict[str, Any]] = {}
         for place, block, record, index in copies.load:
             if record not in records:
-                records[record] = torch.load(self._store / record, weights_only=True)
+                records[record] = torch.load(self._store / record)["bytes"]
             for layer in self._layers[place]:
                 self._write(layer, block, records[record][f"{layer}/{index}"])
         for place, block in copies.flip:
@@ -217,12 +272,13 @@ class ProbeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Writes the records whose positions this step has reached."""
         copies: Copies = self._get_connector_metadata()
         for record, blocks in copies.save.items():
-            held = {
+            data = {
                 f"{layer}/{index}": self._read(layer, block)
                 for place, block, index in blocks
                 for layer in self._layers[place]
             }
-            torch.save(held, self._store / record)
+            held = [[*place, index] for place, _, index in blocks]
+            torch.save({"held": held, "bytes": data}, self._store / record)
 
     def _read(self, layer: str, block: int) -> torch.Tensor:
         """A copy of one block of one layer, as bytes."""

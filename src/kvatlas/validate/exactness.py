@@ -26,7 +26,7 @@ LONG_MARGIN_TOKENS = 256  # indexer keys matter only beyond top-k entries
 INDEX_PARTS = ("c4_index", "c4_index_state")
 _WIDE_TOKENS = 64
 
-Way = Literal["cold", "local", "load", "minimal", "again", "second"]
+Way = Literal["cold", "local", "load", "minimal", "again", "resaved", "second"]
 Expected = Literal["same", "different", "unread"]
 
 
@@ -43,9 +43,10 @@ class Case(msgspec.Struct, frozen=True):
     """One answer. ``position``: where it resumes, 0 for not at all.
 
     ``way``: "cold" computes the reference; "local" finds its own blocks in the engine's cache;
-    "load" and "minimal" load them in a process that never had them; "again" hits the local cache
-    that a minimal load left behind; "second" loads what a request saved that itself had resumed
-    from a minimal point. ``expected`` "unread": a fault in a part that is not read there, so that
+    "load" and "minimal" load them in a process that never had them; "again" comes after a minimal
+    load and may find nothing of it in the engine's cache, since not all of it is there; "resaved"
+    and "second" load what a request saved that itself had resumed from a minimal point, there and
+    one grid block later. ``expected`` "unread": a fault in a part that is not read there, so that
     nothing may change.
     """
 
@@ -115,7 +116,7 @@ class Report(msgspec.Struct, frozen=True):
 
         It needs a fresh process, minimal resumes, and faults that were noticed.
         """
-        minimal = sum(f.case.way in ("minimal", "again", "second") for f in self.findings)
+        minimal = sum(f.case.way in ("minimal", "resaved", "second") for f in self.findings)
         noticed = sum(f.case.expected == "different" for f in self.findings)
         if not (self.ok() and self.fresh and minimal and noticed):
             return None
@@ -208,8 +209,9 @@ def good_cases(layout: Layout, lengths: Sequence[int]) -> list[Case]:
             if layout.has_minimal():
                 ways.append("minimal")
                 if n in (middle_length(layout), max(lengths)):
-                    ways += ["again", "second"] if position > grid else ["again"]
-        cases += [Case(n, position, way) for way in ways]
+                    ways += ["again", "resaved"]
+                    ways += ["second"] if position > grid else []
+        cases += [Case(n, 0 if way == "again" else position, way) for way in ways]
     return cases
 
 

@@ -189,13 +189,13 @@ def _runs(
                 read.append(go(case.name(), load | {"minimal": True}, like=reference))
             elif case.way == "again":
                 read.append(go(case.name(), {}, like=reference, forget=False))
-            elif case.way == "second":
-                first = layout.grid_tokens
-                minimal = {"load": f"{n}-{first}", "at": first, "minimal": True}
-                saving = minimal | {"save": [[f"second-{n}-{at}", at]]}
-                read.append(go(f"{n}-first-{first}", saving, like=reference))
-                second = load | {"load": f"second-{n}-{at}"}
-                read.append(go(case.name(), second, like=reference))
+            elif case.way in ("resaved", "second"):
+                first = at if case.way == "resaved" else layout.grid_tokens
+                record, least = f"{case.way}-{n}-{at}", {"minimal": True}
+                saving = {"load": f"{n}-{first}", "at": first, "save": [[record, at]]} | least
+                read.append(go(f"{case.name()}-saving", saving, like=reference))
+                again = load | {"load": record} | (least if case.way == "resaved" else {})
+                read.append(go(case.name(), again, like=reference))
     return written, read
 
 
