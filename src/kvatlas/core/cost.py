@@ -18,8 +18,8 @@ _PRIOR_WEIGHT = 4.0
 _BELIEVED = 3.0  # times the usual error
 
 # Priors for a first load from each tier, bytes/s; replaced by what is measured.
-_PRIOR_BYTES_PER_S = {Tier.DRAM: 20e9, Tier.DISK: 3e9, Tier.OBJECT: 2e9, Tier.PEER: 5e9}
-_PRIOR_LATENCY_S = 0.005
+PRIOR_BYTES_PER_S = {Tier.DRAM: 20e9, Tier.DISK: 3e9, Tier.OBJECT: 2e9, Tier.PEER: 5e9}
+PRIOR_LATENCY_S = 0.005
 _FACTOR_PRIOR_S = 2.0  # seconds of agreement with the pool that an engine starts with
 _FACTOR_MAX = 8.0  # engines further apart than this do not belong in one pool
 _PRIOR_CROWD_S = 0.004  # decode slowed by one more request in flight, over one answer
@@ -117,11 +117,11 @@ class PoolCost:
         self._layout = layout
         self.grid_tokens = layout.grid_tokens
         unit = self._compute.prefill_flops(0, 2048)
-        self.prefill = Line(_PRIOR_LATENCY_S, 2048 / prefill_tokens_per_s / unit, unit)
+        self.prefill = Line(PRIOR_LATENCY_S, 2048 / prefill_tokens_per_s / unit, unit)
         self.crowd = Line(0.0, _PRIOR_CROWD_S, 8.0)
         self.loads = {
-            tier: Line(_PRIOR_LATENCY_S, 1 / rate, 100e6)
-            for tier, rate in _PRIOR_BYTES_PER_S.items()
+            tier: Line(PRIOR_LATENCY_S, 1 / rate, 100e6)
+            for tier, rate in PRIOR_BYTES_PER_S.items()
         }
 
     def prefill_flops(self, start: int, end: int) -> float:

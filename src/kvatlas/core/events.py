@@ -50,7 +50,26 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
     """The publisher dropped its whole prefix cache, on every tier that it announces."""
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+class UnitsHeld(msgspec.Struct, frozen=True, tag=True):
+    """An agent's word: these lie on ``tier`` now, by our own keys of grid blocks.
+
+    ``bodies`` of blocks, and ``points``: sealed, at the ends of blocks (`core.units`).
+    """
+
+    tier: Tier
+    bodies: tuple[bytes, ...] = ()
+    points: tuple[bytes, ...] = ()
+
+
+class UnitsGone(msgspec.Struct, frozen=True, tag=True):
+    """The same, of what lies there no more."""
+
+    tier: Tier
+    bodies: tuple[bytes, ...] = ()
+    points: tuple[bytes, ...] = ()
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared | UnitsHeld | UnitsGone
 
 
 class Batch(msgspec.Struct, frozen=True):

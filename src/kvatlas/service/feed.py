@@ -22,7 +22,7 @@ import zmq
 
 from kvatlas.core import sequence
 from kvatlas.core.claims import Applied
-from kvatlas.core.events import AllBlocksCleared, BlockStored, Event
+from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvatlas.core.records import Publisher
 from kvatlas.core.sequence import Apply, Effect, Replay, Reset, Sequencer
 from kvatlas.service import wire
@@ -412,8 +412,10 @@ class _Stream:
         while self._backlog and budget > 0:
             event = self._backlog.popleft()
             budget -= 64
-            if not isinstance(event, AllBlocksCleared):
+            if isinstance(event, BlockStored | BlockRemoved):
                 budget -= _HASH_COST * len(event.hashes)
+            elif not isinstance(event, AllBlocksCleared):
+                budget -= _HASH_COST * (len(event.bodies) + len(event.points))
             if isinstance(event, BlockStored):
                 budget -= len(event.tokens)
             chunk.append(event)

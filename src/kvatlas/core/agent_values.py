@@ -1,0 +1,382 @@
+"""The words between the agent of a node and whoever drives it: its inputs, its effects, its limits.
+
+Every operation has a number and ends with one `Done`, whatever became of it. Times are seconds on
+the driver's steady clock; ``until`` is when the agent gives an operation up.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import msgspec
+
+from kvatlas.core.events import Event
+from kvatlas.core.layout import Layout
+from kvatlas.core.records import Tier
+from kvatlas.core.units import Unit
+from kvatlas.errors import ConfigError
+
+
+class Config(msgspec.Struct, frozen=True):
+    """How an agent behaves. Limits count what is in flight or waits; beyond them work is dropped
+    and counted.
+
+    ``hit_share``: how likely a saved unit is thought to be asked for again: it is saved where
+    ``saves_s`` · ``hit_share`` is at least the time of its write. ``promote_after``: uses of a
+    unit in a lower tier before it is copied up; 0 never. ``exclusive``: what is copied up leaves
+    the tier below. ``write_through``: tiers that get a copy of what was saved at once.
+    """
+
+    save_s: float = 30.0
+    load_s: float = 10.0
+    copy_s: float = 60.0
+    queue_s: float = 60.0
+    grace_s: float = 30.0
+    saves_max: int = 64
+    copies_max: int = 64
+    loads_max: int = 4096
+    queue_max: int = 1024
+    units_max: int = 8192
+    known_max: int = 4_000_000
+    hit_share: float = 0.1
+    promote_after: int = 1
+    exclusive: bool = False
+    write_through: tuple[Tier, ...] = ()
+    demote: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError on values that cannot work."""
+        times = (self.save_s, self.load_s, self.copy_s, self.queue_s, self.grace_s)
+        counts = (self.saves_max, self.copies_max, self.loads_max, self.queue_max)
+        if not all(math.isfinite(t) and t > 0 for t in times):
+            raise ConfigError(f"agent: times must be seconds above zero, not {times}")
+        if min(*counts, self.units_max, self.known_max) < 1 or self.promote_after < 0:
+            raise ConfigError("agent: limits must be at least 1, promote_after at least 0")
+        if not 0 <= self.hit_share <= 1:
+            raise ConfigError(f"agent: hit_share is {self.hit_share}: a share is in 0…1")
+
+
+# -- inputs -----------------------------------------------------------------------------------
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """An engine of this node. Again: it started anew, and what was under way for it is over.
+
+    ``minimal``: its points are the minimal ones. ``prefill_tokens_per_s`` until measured.
+    """
+
+    worker: str
+    layout: Layout
+    fingerprint: bytes
+    minimal: bool = False
+    prefill_tokens_per_s: float = 8000.0
+
+
+class Detach(msgspec.Struct, frozen=True, tag=True):
+    """The engine's process is gone. It writes and reads no more."""
+
+    worker: str
+
+
+class Filled(msgspec.Struct, frozen=True, tag=True):
+    """An engine has computed (or loaded) a prompt up to the end of ``keys``, block keys from the
+    start on; ``points``: counts of blocks at which it holds all windows now, those that came new.
+    """
+
+    worker: str
+    request: str
+    keys: tuple[bytes, ...]
+    points: tuple[int, ...] = ()
+    tenant: str = ""
+
+
+class Evicted(msgspec.Struct, frozen=True, tag=True):
+    """Blocks left an engine: what waits to be saved from there has no source any more."""
+
+    worker: str
+    keys: tuple[bytes, ...]
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """How far could this prompt be resumed from here? ``keys``: as in `Directory.peek`.
+
+    ``local_tokens`` is where the engine would resume without us, ``deadline_s`` how long a load
+    may take.
+    """
+
+    request: str
+    worker: str
+    keys: tuple[bytes, ...]
+    local_tokens: int
+    prompt_tokens: int
+    deadline_s: float = math.inf
+    tenant: str = ""
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """The engine has made room and waits: load up to ``tokens``. Answered by `Ready`, always."""
+
+    ask: Ask
+    tokens: int
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for this request's load any more. `Ready` still comes, once nothing writes."""
+
+    worker: str
+    request: str
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """An operation is over and touches nothing any more.
+
+    ``failed`` names units that did not arrive, ``damaged`` those whose source was found wrong.
+    ``error``: none arrived, and why.
+    """
+
+    op: int
+    failed: tuple[bytes, ...] = ()
+    damaged: tuple[bytes, ...] = ()
+    error: str = ""
+
+
+class Damaged(msgspec.Struct, frozen=True, tag=True):
+    """Somebody found these units of a tier wrong or gone."""
+
+    tier: Tier
+    names: tuple[bytes, ...]
+
+
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """A tier's own catalogue, after a restart: units, and the positions that were sealed."""
+
+    tier: Tier
+    units: tuple[Unit, ...]
+    sealed: tuple[bytes, ...] = ()
+    tenant: str = ""
+
+
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """Somebody else holds these in a tier that is shared, or holds them no more.
+
+    Points among ``units`` are sealed. ``gone`` are names of units; ``node`` is that of a peer.
+    """
+
+    tier: Tier
+    units: tuple[Unit, ...] = ()
+    gone: tuple[bytes, ...] = ()
+    node: str = ""
+
+
+class Lose(msgspec.Struct, frozen=True, tag=True):
+    """A tier is gone with all that it held (or the peer ``node`` is)."""
+
+    tier: Tier
+    node: str = ""
+
+
+class Pull(msgspec.Struct, frozen=True, tag=True):
+    """Bring a prompt up to dram before it is asked for."""
+
+    worker: str
+    keys: tuple[bytes, ...]
+    tenant: str = ""
+
+
+class Push(msgspec.Struct, frozen=True, tag=True):
+    """Write what this node holds of a prompt to a shared tier, before somebody asks there."""
+
+    worker: str
+    keys: tuple[bytes, ...]
+    tier: Tier = Tier.OBJECT
+    tenant: str = ""
+
+
+class Keep(msgspec.Struct, frozen=True, tag=True):
+    """Do not evict what is held of a prompt before ``until``."""
+
+    owner: str
+    keys: tuple[bytes, ...]
+    until: float
+
+
+class Lend(msgspec.Struct, frozen=True, tag=True):
+    """A peer wants to read these from our dram until then. Answered by `Lent`, ended by `Release`
+    of the same owner."""
+
+    owner: str
+    names: tuple[bytes, ...]
+    until: float
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """End of `Keep` and of `Lend`."""
+
+    owner: str
+
+
+class Quota(msgspec.Struct, frozen=True, tag=True):
+    """What a tenant may hold in each tier of this node, in bytes; None: no limit of its own."""
+
+    tenant: str
+    size_bytes: int | None
+
+
+class Resize(msgspec.Struct, frozen=True, tag=True):
+    """Another capacity of an own tier; 0 empties it, downwards where that pays."""
+
+    tier: Tier
+    capacity_bytes: int
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Delete all of a tenant."""
+
+    tenant: str
+
+
+class Resync(msgspec.Struct, frozen=True, tag=True):
+    """Whoever listens to the announcements lost track: say all again."""
+
+
+Input = (
+    Attach
+    | Detach
+    | Filled
+    | Evicted
+    | Fetch
+    | Cancel
+    | Done
+    | Damaged
+    | Found
+    | Told
+    | Lose
+    | Pull
+    | Push
+    | Keep
+    | Lend
+    | Release
+    | Quota
+    | Resize
+    | Forget
+    | Resync
+)
+
+# -- answers and effects ----------------------------------------------------------------------
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Units that come from one tier (of the peer ``node``)."""
+
+    tier: Tier
+    units: tuple[Unit, ...]
+    node: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all units."""
+        return sum(unit.size_bytes for unit in self.units)
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """Up to where a prompt should be loaded. ``tokens`` is ``local_tokens`` where nothing should:
+    ``why`` then says the reason. Prices are seconds; ``recompute_s`` is what the load saves."""
+
+    tokens: int
+    local_tokens: int
+    sources: tuple[Source, ...] = ()
+    load_s: float = 0.0
+    recompute_s: float = 0.0
+    why: str = ""
+
+
+class Kind(enum.StrEnum):
+    """What an operation does."""
+
+    SAVE = "save"
+    LOAD = "load"
+    DEMOTE = "demote"
+    PROMOTE = "promote"
+    WRITE = "write"  # a copy to a tier below or shared, beside the one above
+    SEAL = "seal"
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Copy units out of an engine."""
+
+    op: int
+    worker: str
+    request: str
+    tier: Tier
+    units: tuple[Unit, ...]
+    until: float
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Copy units into an engine, so that the request can go on at ``end`` instead of ``start``."""
+
+    op: int
+    worker: str
+    request: str
+    start: int
+    end: int
+    sources: tuple[Source, ...]
+    until: float
+
+
+class Copy(msgspec.Struct, frozen=True, tag=True):
+    """Copy units from one tier to another."""
+
+    op: int
+    kind: Kind
+    source: Source
+    target: Tier
+    until: float
+
+
+class Seal(msgspec.Struct, frozen=True, tag=True):
+    """Write the records of these positions (block keys): all that they need is written."""
+
+    op: int
+    tier: Tier
+    keys: tuple[bytes, ...]
+    until: float
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Give an operation up. `Done` is due as soon as it touches nothing any more; one that comes
+    later than the grace must be kept from writing (by its number)."""
+
+    op: int
+
+
+class Drop(msgspec.Struct, frozen=True, tag=True):
+    """The bytes of these units are free, before anything that is asked for later is written."""
+
+    tier: Tier
+    names: tuple[bytes, ...]
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The request can go on at ``tokens``; nothing writes to its blocks any more."""
+
+    worker: str
+    request: str
+    tokens: int
+
+
+class Lent(msgspec.Struct, frozen=True, tag=True):
+    """What may be read of what a peer asked for."""
+
+    owner: str
+    names: tuple[bytes, ...]
+
+
+class Announce(msgspec.Struct, frozen=True, tag=True):
+    """Tell the directory, in this order."""
+
+    events: tuple[Event, ...]
+
+
+Effect = Save | Load | Copy | Seal | Stop | Drop | Ready | Lent | Announce
