@@ -21,7 +21,18 @@ ALLOWED = {
 BANNED_CALLS = {"open", "input", "print", "exec", "eval", "__import__", "hash", "id"}
 
 PURE_MODELS = (
-    *("device", "engine", "holding", "pool", "prompt_keys", "protocol", "shape", "spec", "state"),
+    *(
+        "device",
+        "engine",
+        "holding",
+        "links",
+        "pool",
+        "prompt_keys",
+        "protocol",
+        "shape",
+        "spec",
+        "state",
+    ),
     *("step_time",),
 )
 

@@ -20,6 +20,7 @@ COMMANDS = (
     "trace",
     "sim",
     "layout",
+    "devices",
     "directory",
     "demo",
     "validate",

@@ -16,9 +16,11 @@ from kvatlas.connectors.stub_text import FileTokenizer, TextTokenizer, WordToken
 from kvatlas.connectors.stub_wire import EVENT_FORMATS
 from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError
-from kvatlas.workload.device import DEVICES, device
-from kvatlas.workload.models import known_models, load_layout
+from kvatlas.workload.device import DEVICES, Device
+from kvatlas.workload.models import known_models, load_config, load_layout
 from kvatlas.workload.pool import Pool, pool_blocks
+from kvatlas.workload.profiles import read_profiles
+from kvatlas.workload.shape import shape_of
 from kvatlas.workload.spec import EngineSpec
 
 STEP_TOKENS = 8192  # that one step may compute
@@ -89,8 +91,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="windows kept: 0 the last of each prompt and junctions, N one per N, all (0)",
     )
+    _add_time(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_time(parser: argparse.ArgumentParser) -> None:
     timing = parser.add_argument_group("time")
-    timing.add_argument("--device", choices=sorted(DEVICES), default="H200", help="(H200)")
+    timing.add_argument(
+        "--device", default="H200", metavar="D", help="one that kvatlas devices lists (H200)"
+    )
+    timing.add_argument(
+        "--device-file",
+        type=Path,
+        metavar="FILE",
+        help="[[device]] tables of your own;"
+        " with one the model's layers, experts and exchanges count too",
+    )
     timing.add_argument("--devices", type=int, default=1, metavar="N", help="that work together")
     timing.add_argument("--precision", default="fp8", help="of the arithmetic (fp8)")
     timing.add_argument("--prefill-tokens-per-s", type=float, metavar="R", help="measured, instead")
@@ -102,7 +118,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="X",
         help="multiply every duration: 0.1 is ten times faster, 0 instant (1)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,7 +151,8 @@ def _spec(args: argparse.Namespace, layout: Layout) -> EngineSpec:
         step_tokens=STEP_TOKENS,
         context_tokens=args.context_tokens,
         retention_tokens=retention,
-        device=device(args.device),
+        device=_device(args),
+        shape=shape_of(load_config(args.layout)) if args.device_file and not measured else None,
         devices=args.devices,
         precision=args.precision,
         # A plain block size says nothing about the model: figures of a 30B dense one on an H100.
@@ -144,6 +160,13 @@ def _spec(args: argparse.Namespace, layout: Layout) -> EngineSpec:
         decode_step_s=(args.decode_step_s or 0.02) if measured else args.decode_step_s,
         time_scale=args.time_scale,
     )
+
+
+def _device(args: argparse.Namespace) -> Device:
+    profiles = read_profiles(args.device_file) if args.device_file else DEVICES
+    if args.device not in profiles:
+        raise ConfigError(f"--device {args.device!r} is unknown: use one of {', '.join(profiles)}")
+    return profiles[args.device]
 
 
 def _whole(text: str) -> int:

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvatlas.cli import exactness, replay
+from kvatlas.cli import calibrate, exactness, replay
 from kvatlas.connectors.vllm_cpu import VLLM, installed
 from kvatlas.connectors.vllm_direct import DirectVllm
 from kvatlas.errors import ConfigError
@@ -33,6 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_predictions(commands)
     exactness.add_parser(commands)
+    calibrate.add_parser(commands)
     replay.add_parser(commands)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,9 +13,10 @@ from kvatlas.config import Count, DirectoryConfig, Positive, Rate, Seconds, line
 from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError, LayoutError
 from kvatlas.sim.gateway import GatewaySpec
-from kvatlas.workload.device import DEVICES, Device, device
+from kvatlas.workload.device import Device
 from kvatlas.workload.models import load_config, load_layout
 from kvatlas.workload.pool import Pool, pool_blocks
+from kvatlas.workload.profiles import DeviceTable, Where, with_own
 from kvatlas.workload.shape import Shape, shape_of
 from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.step_time import StepTime
@@ -24,7 +25,6 @@ ENGINES_MAX = 1024
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Role = Literal["combined", "prefill", "decode"]
 Policy = Literal["price", "round_robin", "least_load"]
-Where = Callable[[str], str]  # place in the file → what an error begins with
 
 
 class RouterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,26 +78,6 @@ class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
     step_overhead_s: float | None = None
-
-
-class DeviceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A device of your own: the fields of `kvatlas.workload.device.Device`. ``like`` names the
-    profile whose figures stand where none is given."""
-
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
-    like: str = ""
-    flops: dict[str, float] | None = None
-    memory_bytes: int | None = None
-    memory_bytes_per_s: float | None = None
-    compute_efficiency: float | None = None
-    memory_efficiency: float | None = None
-    attention_efficiency: float | None = None
-    step_s: float | None = None
-    layer_s: float | None = None
-    request_s: float | None = None
-    link_bytes_per_s: float | None = None
-    link_latency_s: float | None = None
-    usd_per_hour: float | None = None
 
 
 class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -176,7 +156,7 @@ def build(file: ClusterFile, where: Where) -> Cluster:
         raise ConfigError(f"{where('engine')}: no [[engine]]: name at least one")
     if sum(table.count for table in file.engine) > ENGINES_MAX:
         raise ConfigError(f"{where('engine')}: more than {ENGINES_MAX} engines")
-    profiles = _profiles(file, where)
+    profiles = with_own(file.device, where)
     members: list[Member] = []
     names: set[str] = set()
     for index, table in enumerate(file.engine):
@@ -208,28 +188,6 @@ def _check_roles(members: list[Member], where: Where) -> None:
     roles = {member.role for member in members}
     if roles != {"combined"}:
         raise ConfigError(f'{where("engine")}: only role "combined" can be simulated so far')
-
-
-def _profiles(file: ClusterFile, where: Where) -> dict[str, Device]:
-    profiles = dict(DEVICES)
-    for index, table in enumerate(file.device):
-        place = f"device[{index}]"
-        if table.name in profiles:
-            raise ConfigError(f"{where(f'{place}.name')}: there is a device {table.name!r} already")
-        values = {
-            field: value
-            for field in table.__struct_fields__
-            if field not in ("name", "like") and (value := getattr(table, field)) is not None
-        }
-        try:
-            base = msgspec.structs.asdict(device(table.like)) if table.like else {}
-            missing = {"flops", "memory_bytes", "memory_bytes_per_s"} - set(base) - set(values)
-            if missing:
-                raise ConfigError(f'{", ".join(sorted(missing))} missing (or say like = "H200")')
-            profiles[table.name] = Device(**{**base, **values, "name": table.name})
-        except ConfigError as error:
-            raise ConfigError(f"{where(place)}: device {table.name!r}: {error}") from error
-    return profiles
 
 
 def _members(table: EngineTable, profiles: dict[str, Device]) -> Iterator[Member]:

@@ -3,7 +3,8 @@
 A step is a chain of kernels, so its time is a sum, and inside each part the slower of arithmetic
 and memory counts (Williams et al., "Roofline", CACM 2009):
 
-    weights     max(operations / FLOP/s, bytes read / bandwidth)      once per step
+    weights     max(operations / FLOP/s, bytes read / bandwidth)      once per step, and the
+                ``unhidden`` share of the smaller: near the ridge neither hides the other
     attention   max(operations / FLOP/s, state read / bandwidth)      per request
     exchange    two collectives per layer (Megatron-LM, arXiv 1909.08053)
     fixed       per step, per layer and per request: scheduling, launches, sampling
@@ -58,6 +59,7 @@ class StepTime:
         self._scored_share = compute.scoring / pair if pair else 0.0
         self._bytes_per_token = layout.page_bytes_per_token()
         self._fixed_bytes = layout.resume_point_bytes()
+        self._unhidden = device.unhidden
         self._weights(spec)
         self._decode_lines()
         self._request_s = device.request_s
@@ -154,7 +156,8 @@ class StepTime:
         flops = tokens * self._compute.linear + requests * self._head_flops
         touched = 1.0 - self._idle_share ** (tokens * self._ranks)
         read = self._always_bytes + self._routed_bytes * touched / self._ranks
-        return max(flops / self._flops, read / self._bytes_per_s)
+        short, long = sorted((flops / self._flops, read / self._bytes_per_s))
+        return long + short * self._unhidden
 
     def _attention(self, start: int, end: int) -> float:
         """Scores and values over the request's state, which is read once."""
