@@ -21,19 +21,8 @@ ALLOWED = {
 BANNED_CALLS = {"open", "input", "print", "exec", "eval", "__import__", "hash", "id"}
 
 PURE_MODELS = (
-    *(
-        "device",
-        "engine",
-        "holding",
-        "links",
-        "pool",
-        "prompt_keys",
-        "protocol",
-        "shape",
-        "spec",
-        "state",
-    ),
-    *("step_time",),
+    *("blocks", "caching", "device", "engine", "holding", "leap", "links", "pool"),
+    *("prompt_keys", "protocol", "scheduler", "shape", "spec", "state", "step_time"),
 )
 
 

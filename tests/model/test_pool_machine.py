@@ -102,7 +102,7 @@ class PoolMachine(RuleBasedStateMachine):
         for slot, blocks in zip(self.pool.slots, hit.blocks, strict=True):
             for index, block in blocks:
                 key = holding.key((index + 1) * slot.block_tokens)
-                assert self.pool._keys[block] == (slot.index, key)
+                assert self.pool.blocks.keys[block] == (slot.index, key)
                 assert key in self.once_stored[slot.index], "a hit on what was never announced"
         assert self.pool.free == before, "a lookup changed the pool"
         upto = min(holding.size, hit.tokens + STEP_TOKENS)
@@ -156,20 +156,20 @@ class PoolMachine(RuleBasedStateMachine):
             for i in range(len(h.total))
         )
         owners = Counter(b for h, _ in self.live for held in h.held for _, b in held)
-        assert plain == pool._plain
-        assert all(n >= 0 for n in pool._refs)
-        assert {b: n for b, n in enumerate(pool._refs) if n} == dict(owners)
+        assert plain == pool.blocks.plain
+        assert all(n >= 0 for n in pool.blocks.refs)
+        assert {b: n for b, n in enumerate(pool.blocks.refs) if n} == dict(owners)
         assert pool.free + plain + len(owners) == pool.capacity
-        keyed = {b for b, key in enumerate(pool._keys) if key is not None}
-        assert keyed == set(pool._idle) | set(owners)
-        assert keyed.isdisjoint(pool._spare)
-        assert len(pool._spare) == len(set(pool._spare))
-        assert len(keyed) + len(pool._spare) == pool.capacity
-        for group, found in enumerate(pool._found):
+        keyed = {b for b, key in enumerate(pool.blocks.keys) if key is not None}
+        assert keyed == set(pool.blocks.idle) | set(owners)
+        assert keyed.isdisjoint(pool.blocks.spare)
+        assert len(pool.blocks.spare) == len(set(pool.blocks.spare))
+        assert len(keyed) + len(pool.blocks.spare) == pool.capacity
+        for group, found in enumerate(pool.blocks.found):
             for key, ids in found.items():
                 assert len(ids) == len(set(ids))
                 for block in ids:
-                    assert pool._keys[block] == (group, key) or key in pool._aliases[block]
+                    assert pool.blocks.keys[block] == (group, key) or key in pool.blocks.aliases[block]
         for held in (h.held[s.index] for h, _ in self.live for s in pool.slots):
             assert [i for i, _ in held] == sorted({i for i, _ in held})
 
@@ -187,7 +187,7 @@ class PoolMachine(RuleBasedStateMachine):
         held = Counter(
             {
                 (g, key): len(ids)
-                for g, found in enumerate(self.pool._found)
+                for g, found in enumerate(self.pool.blocks.found)
                 for key, ids in found.items()
             }
         )
@@ -200,8 +200,8 @@ class PoolMachine(RuleBasedStateMachine):
         for holding, _ in self.live:
             self.pool.release(holding)
         assert self.pool.free == self.pool.capacity
-        assert self.pool._plain == 0
-        assert not any(self.pool._refs)
+        assert self.pool.blocks.plain == 0
+        assert not any(self.pool.blocks.refs)
 
 
 PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)

@@ -41,13 +41,19 @@ class Hit(msgspec.Struct, frozen=True):
     junction: int
     blocks: tuple[tuple[tuple[int, int], ...], ...]  # per slot: (index, block id), ascending
 
+    def refs(self) -> tuple[BlockRef, ...]:
+        """The blocks, slot by slot."""
+        return tuple(
+            [BlockRef(slot, i, block) for slot, held in enumerate(self.blocks) for i, block in held]
+        )
+
 
 class Holding:
     """One request's tokens, keys and blocks. Made by `Pool.open`, changed by the pool only."""
 
     __slots__ = (
-        *("cached", "first", "fresh", "held", "junction", "keys", "later", "prompt", "quiet_from"),
-        *("room", "size", "tokens", "total"),
+        *("absent", "cached", "first", "fresh", "held", "junction", "keys", "later", "named"),
+        *("prompt", "quiet_from", "room", "size", "tokens", "total"),
     )
 
     def __init__(self, slots: int, keys: PromptKeys) -> None:
@@ -60,6 +66,8 @@ class Holding:
         self.cached = 0  # tokens up to which blocks were offered to the cache
         self.first = [0] * slots  # blocks before this left the window
         self.total = [0] * slots  # blocks allocated so far, those that left included
+        self.absent = [0] * slots  # blocks before this were not offered to the cache by this one
+        self.named: dict[tuple[int, int], int] = {}  # (slot, index) -> block to load, unkeyed
         self.held: list[list[tuple[int, int]]] = [[] for _ in range(slots)]  # (index, block id)
         self.fresh: list[BlockRef] = []  # became findable since the last `take_fresh`
         self.room = 0  # tokens that fit without another block
@@ -69,6 +77,11 @@ class Holding:
         """One produced token id (uint32)."""
         self.tokens += token.to_bytes(TOKEN_BYTES, "little")
         self.size += 1
+
+    def extend(self, tokens: bytes) -> None:
+        """Several of them, little endian."""
+        self.tokens += tokens
+        self.size += len(tokens) // TOKEN_BYTES
 
     def take_fresh(self) -> tuple[BlockRef, ...]:
         """Blocks that became findable since the last call, in the order of caching."""
@@ -87,6 +100,14 @@ class Holding:
         while before + len(later) < full:
             later.append(self._chained((before + len(later)) * step, step))
         return self._chained(full * step, rest) if rest else later[full - before - 1]
+
+    def chain(self, count: int) -> list[int]:
+        """Keys of the first ``count`` steps and perhaps more; not to be changed."""
+        prompt = self.prompt // self.keys.step
+        if count <= prompt:
+            return self.keys.chain(count)
+        self.key(count * self.keys.step)
+        return self.keys.chain(prompt)[:prompt] + self.later
 
     def _chained(self, start: int, count: int) -> int:
         """The key of ``count`` tokens more than ``start``, a multiple of the step."""

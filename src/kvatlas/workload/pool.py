@@ -2,25 +2,19 @@
 
 A model of vLLM 0.32's prefix cache (its block pool, the hybrid coordinator and the managers of
 full-attention and sliding-window groups), small enough to run thousands of requests a second.
-All groups of a layout share one pool. Three facts keep it small without losing exactness:
-
-* Blocks without a key are interchangeable, so they are only counted. A block gets an id at the
-  moment it becomes findable, and keeps it until it is evicted.
-* vLLM's free queue is always unkeyed blocks first, then keyed ones in the order in which they
-  became free. It is kept as a counter and an ordered map.
-* Hits end on the grid, so keys are chained at the grid and derived in between only for the few
-  windowed blocks that are kept.
+All groups of a layout share one pool. Blocks without a key are only counted (`blocks`). Hits end
+on the grid, so keys are chained at the grid and derived in between only for the few windowed
+blocks that are kept (`caching`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from math import gcd
-
-from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvatlas.core.events import Event
 from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError
-from kvatlas.workload.holding import TOKEN_BYTES, Hit, Holding, Slot, unroll
+from kvatlas.workload.blocks import Blocks
+from kvatlas.workload.caching import Caching
+from kvatlas.workload.holding import Hit, Holding, Slot, unroll
 from kvatlas.workload.prompt_keys import PromptKeys, key_step
 from kvatlas.workload.protocol import BlockRef
 
@@ -48,7 +42,9 @@ class Pool:
     ``retention`` is vLLM's ``prefix_cache_retention_interval``: None keeps every window on the
     grid, 0 the one at the end of the prompt and at observed junctions, a positive multiple of the
     grid one per such stretch. ``step_tokens`` bounds what one step may schedule: windowed groups
-    never hold more than their window and that. Raises ConfigError on values that cannot work.
+    never hold more than their window and that. ``minimal``: state from outside comes without the
+    blocks that no resume reads (`Component.least_blocks`). Raises ConfigError on values that
+    cannot work.
     """
 
     def __init__(
@@ -58,6 +54,7 @@ class Pool:
         *,
         retention: int | None = 0,
         step_tokens: int = 8192,
+        minimal: bool = False,
         publish: bool = True,
     ) -> None:
         if blocks < 1:
@@ -77,10 +74,7 @@ class Pool:
         self.layout = layout
         self.grid = grid
         self.capacity = blocks
-        self.retention = retention
-        self._publish = publish
         self.key_step = key_step(layout)
-        self._hash_step = gcd(*(s.block_tokens for s in self.slots))
         self._caps = [
             None
             if s.need is None
@@ -88,32 +82,30 @@ class Pool:
             for s in self.slots
         ]
         # Per slot: index, block size, window (0: a chain, whose blocks are never let go).
-        self._geometry = [(s.index, s.block_tokens, s.window_tokens) for s in self.slots]
-        self._spare = list(range(blocks - 1, -1, -1))  # ids of blocks without a key
-        self._plain = 0  # blocks without a key that are in use
-        self._idle: OrderedDict[int, None] = OrderedDict()  # keyed, unused, oldest first
-        self._refs = [0] * blocks
-        self._keys: list[tuple[int, int] | None] = [None] * blocks  # id -> (slot, key)
-        self._aliases: dict[int, list[int]] = {}  # id -> keys of prompt ends inside that block
-        self._found: list[dict[int, list[int]]] = [{} for _ in self.slots]  # key -> ids
-        self._events: list[Event] = []
+        self.geometry = [(s.index, s.block_tokens, s.window_tokens) for s in self.slots]
+        self._chains = [s for s in self.slots if s.chain and s.group.required]
+        self._windows = [s for s in self.slots if not s.chain and s.group.required]
+        self._filled = [_filled(layout, s, minimal=minimal) for s in self.slots]
+        self.blocks = Blocks(blocks, len(self.slots), publish=publish)
+        self._caching = Caching(layout, self.slots, self.blocks, retention)
+        self.wanted = 0  # free blocks that the last refused admission asked for
 
     # Read-outs ---------------------------------------------------------------------------------
 
     @property
     def free(self) -> int:
         """Blocks that an allocation could take now, those still findable included."""
-        return len(self._spare) - self._plain + len(self._idle)
+        return self.blocks.free
 
     @property
     def cached(self) -> int:
         """Blocks that a lookup could find now, in use or not."""
-        return self.capacity - len(self._spare)
+        return self.blocks.cached
 
     def take_events(self) -> tuple[Event, ...]:
         """KV events since the last call, in order."""
-        events = tuple(self._events)
-        self._events.clear()
+        events = tuple(self.blocks.events)
+        self.blocks.events.clear()
         return events
 
     def peak_blocks(self, tokens: int) -> int:
@@ -144,14 +136,12 @@ class Pool:
         """
         grid = self.grid
         longest = (holding.size - 1) // grid * grid
-        for slot in self.slots:
-            if slot.chain and slot.group.required:
-                longest = min(longest, self._chain_hit(slot, holding, longest))
-        windows = [s for s in self.slots if not s.chain and s.group.required]
+        for slot in self._chains:
+            longest = min(longest, self._chain_hit(slot, holding, longest))
         tokens = longest
-        while tokens and not all(self._window_hit(s, holding, tokens) for s in windows):
+        while tokens and not all(self._window_hit(s, holding, tokens) for s in self._windows):
             tokens -= grid
-        blocks = tuple(self._hit_blocks(s, holding, tokens) for s in self.slots)
+        blocks = tuple([self._hit_blocks(s, holding, tokens) for s in self.slots])
         return Hit(tokens, longest if longest > tokens else 0, blocks)
 
     def admit(self, holding: Holding, hit: Hit, upto: int) -> bool:
@@ -160,24 +150,11 @@ class Pool:
         As vLLM does, it asks for room for the whole known sequence first, so that a request is
         not let in only to be thrown out again in mid-prefill.
         """
-        idle = sum(1 for blocks in hit.blocks for _, b in blocks if not self._refs[b])
-        whole = self._missing(hit, holding.size, capped=True) + idle
-        now = self._missing(hit, upto, capped=False) + idle
-        if max(whole, now) > self.free:
+        if not self._take(holding, hit, upto, loaded=0, reserved=0):
             return False
-        for slot, blocks in zip(self.slots, hit.blocks, strict=True):
-            for _, block in blocks:
-                self._hold(block)
-            count = hit.tokens // slot.block_tokens
-            holding.held[slot.index] = list(blocks)
-            holding.total[slot.index] = count
-            holding.first[slot.index] = 0 if slot.chain else count - len(blocks)
-        holding.cached = hit.tokens
-        holding.junction = hit.junction
         grown = self.grow(holding, hit.tokens, upto)
         assert grown, "room was checked above"
-        for slot in self.slots:
-            self._alias(slot, holding)
+        self._caching.aliases(holding)
         return True
 
     def grow(self, holding: Holding, computed: int, upto: int) -> bool:
@@ -189,26 +166,10 @@ class Pool:
         grid_due = upto >= holding.cached + self.grid
         if upto <= holding.room and computed < holding.quiet_from and not grid_due:
             return True
-        total, first = holding.total, holding.first
-        need = 0
-        for i, size, window in self._geometry:
-            if window and (gone := (computed - window + 1) // size) > first[i]:
-                self._slide(i, holding, min(gone, total[i]))
-            missing = -(-upto // size) - total[i]
-            if missing > 0:
-                need += missing
-        if need > self.free:
+        if not self._extend(holding, computed, upto):
             return False
-        self._allocate(need)
-        room = quiet = _FAR
-        for i, size, window in self._geometry:
-            total[i] = max(total[i], -(-upto // size))
-            room = min(room, total[i] * size)
-            if window:
-                quiet = min(quiet, (first[i] + 1) * size + window - 1)
-        holding.room, holding.quiet_from = room, quiet
         if grid_due:
-            self._cache(holding, upto)
+            self._caching.cache(holding, upto)
         return True
 
     def release(self, holding: Holding) -> None:
@@ -216,98 +177,179 @@ class Pool:
 
         The holding can be admitted again (preemption): its tokens and keys stay.
         """
-        for slot in self.slots:
-            i = slot.index
-            blocks = holding.held[i]
-            self._plain -= holding.total[i] - holding.first[i] - len(blocks)
-            for _, block in reversed(blocks):
-                self._let_go(block)
+        let_go = self.blocks.let_go
+        for i, held in enumerate(holding.held):
+            self.blocks.plain -= holding.total[i] - holding.first[i] - len(held)
+            for _, block in reversed(held):
+                let_go(block)
             holding.held[i] = []
-            holding.total[i] = holding.first[i] = 0
+            holding.total[i] = holding.first[i] = holding.absent[i] = 0
         holding.cached = holding.room = holding.quiet_from = 0
+        holding.named.clear()
         holding.fresh.clear()
 
     def clear(self) -> bool:
         """Drop the whole prefix cache. As in vLLM refused (False) while any block is in use."""
-        if self.free != self.capacity:
-            return False
-        for found in self._found:
-            found.clear()
-        self._spare.extend(self._idle)
-        for block in self._idle:
-            self._keys[block] = None
-        self._aliases.clear()
-        self._idle.clear()
-        if self._publish:
-            self._events.append(AllBlocksCleared())
-        return True
+        return self.blocks.clear()
+
+    # State from outside --------------------------------------------------------------------------
+
+    def admit_load(
+        self, holding: Holding, hit: Hit, upto: int, reserved: int
+    ) -> tuple[BlockRef, ...] | None:
+        """Take the hit's blocks and allocate for state up to ``upto`` that is to be loaded; None:
+        no room now beside the ``reserved`` blocks.
+
+        Returns the blocks to fill. Nothing becomes findable before `land`.
+        """
+        if not self._take(holding, hit, upto, loaded=upto, reserved=reserved):
+            return None
+        grown = self._extend(holding, upto, upto)
+        assert grown, "room was checked above"
+        due = []
+        for (i, size, _), filled in zip(self.geometry, self._filled, strict=True):
+            end = -(-upto // size)
+            start = holding.absent[i]
+            if filled is not None and upto % self.grid == 0:
+                start = max(start, end - filled)
+            for index in range(start, end):
+                block = self.blocks.name()
+                holding.held[i].append((index, block))
+                holding.named[i, index] = block
+                due.append(BlockRef(i, index, block))
+        return tuple(due)
+
+    def land(self, holding: Holding, upto: int) -> None:
+        """What was loaded up to ``upto`` is there: full blocks on the grid become findable."""
+        if upto >= holding.cached + self.grid:
+            self._caching.cache(holding, upto, loaded=True)
+        self._caching.aliases(holding)
+        holding.fresh.clear()
+
+    def resume(self, holding: Holding, computed: int, upto: int) -> bool:
+        """`grow` for the first step after a load: room for the whole known sequence is asked."""
+        self.wanted = self.remaining(holding)
+        return self.wanted <= self.free and self.grow(holding, computed, upto)
+
+    def refs(self, holding: Holding, upto: int) -> tuple[BlockRef, ...]:
+        """The blocks with an id that a request holds of its first ``upto`` tokens."""
+        keys = self.blocks.keys
+        return tuple(
+            [
+                BlockRef(i, index, block, entry[1] if (entry := keys[block]) else 0)
+                for i, size, _ in self.geometry
+                for index, block in holding.held[i]
+                if index * size < upto
+            ]
+        )
+
+    def remaining(self, holding: Holding) -> int:
+        """Blocks that a request which holds some needs to have its whole known sequence."""
+        missing = 0
+        for (i, size, _), cap in zip(self.geometry, self._caps, strict=True):
+            count = -(-holding.size // size)
+            missing += max(0, (count if cap is None else min(count, cap)) - holding.total[i])
+        return missing
+
+    def partly(self) -> bool:
+        """Whether a part of a load is of use: where windows come only at its end, it is not."""
+        return all(slot.chain for slot in self.slots)
 
     # Lookup ------------------------------------------------------------------------------------
 
     def _chain_hit(self, slot: Slot, holding: Holding, limit: int) -> int:
-        found = self._found[slot.index]
+        found = self.blocks.found[slot.index]
         size = slot.block_tokens
+        every = size // self.key_step
+        count = limit // size
+        keys = holding.chain(count * every)
         position = 0
-        while position + size <= limit and holding.key(position + size) in found:
+        for index in range(every - 1, count * every, every):
+            if keys[index] not in found:
+                break
             position += size
         return position // self.grid * self.grid
 
     def _window_hit(self, slot: Slot, holding: Holding, position: int) -> bool:
-        found = self._found[slot.index]
+        found = self.blocks.found[slot.index]
         return all(holding.key(p) in found for p in _window_ends(slot, position))
 
     def _hit_blocks(
         self, slot: Slot, holding: Holding, position: int
     ) -> tuple[tuple[int, int], ...]:
-        found = self._found[slot.index]
+        found = self.blocks.found[slot.index]
         size = slot.block_tokens
+        if slot.chain and slot.group.required:
+            every = size // self.key_step
+            keys = holding.chain(position // self.key_step)
+            count = position // size
+            return tuple([(i, found[keys[(i + 1) * every - 1]][0]) for i in range(count)])
         if not slot.group.required and not self._window_hit(slot, holding, position):
             return ()
         ends = reversed(_window_ends(slot, position))
-        return tuple((p // size - 1, found[holding.key(p)][0]) for p in ends)
-
-    def _missing(self, hit: Hit, upto: int, *, capped: bool) -> int:
-        """Blocks to allocate for tokens up to ``upto`` on top of a hit."""
-        missing = 0
-        for slot, cap in zip(self.slots, self._caps, strict=True):
-            count = -(-upto // slot.block_tokens)
-            if capped and cap is not None:
-                count = min(count, cap)
-            missing += max(0, count - hit.tokens // slot.block_tokens)
-        return missing
+        return tuple([(p // size - 1, found[holding.key(p)][0]) for p in ends])
 
     # Blocks ------------------------------------------------------------------------------------
 
-    def _allocate(self, count: int) -> None:
-        for _ in range(count - (len(self._spare) - self._plain)):
-            block, _ = self._idle.popitem(last=False)
-            self._forget(block)
-            self._spare.append(block)
-        self._plain += count
+    def _take(self, holding: Holding, hit: Hit, upto: int, *, loaded: int, reserved: int) -> bool:
+        """Take the hit's blocks where there is room for all that is to follow.
 
-    def _forget(self, block: int) -> None:
-        entry = self._keys[block]
-        assert entry is not None
-        slot, key = entry
-        self._keys[block] = None
-        found = self._found[slot]
-        for each in (key, *self._aliases.pop(block, ())):
-            ids = found[each]
-            ids.remove(block)
-            if not ids:
-                del found[each]
-            if self._publish:
-                self._events.append(BlockRemoved((each,), group=slot))
+        ``loaded``: position up to which state comes from outside (0: none does); what of the hit
+        lies before the windows there is left alone.
+        """
+        idle = whole = now = 0
+        refs, skipped = self.blocks.refs, []
+        done = loaded or hit.tokens
+        for (i, size, window), cap in zip(self.geometry, self._caps, strict=True):
+            gone = max(0, (done - window + 1) // size) if window and loaded else 0
+            skipped.append(gone)
+            present = max(gone, hit.tokens // size)
+            count = -(-holding.size // size)
+            whole += max(0, (count if cap is None else min(count, cap)) - present)
+            now += max(0, -(-upto // size) - present)
+            idle += sum([not refs[block] for index, block in hit.blocks[i] if index >= gone])
+        self.wanted = idle + max(whole, now + reserved)
+        if self.wanted > self.blocks.free:
+            return False
+        hold = self.blocks.hold
+        for (i, size, _), gone, blocks in zip(self.geometry, skipped, hit.blocks, strict=True):
+            taken = [entry for entry in blocks if entry[0] >= gone] if gone else list(blocks)
+            for _, block in taken:
+                hold(block)
+            present = max(gone, hit.tokens // size)
+            holding.held[i] = taken
+            holding.total[i] = holding.absent[i] = present
+            holding.first[i] = taken[0][0] if taken else present
+        holding.cached = hit.tokens
+        holding.junction = hit.junction
+        return True
 
-    def _hold(self, block: int) -> None:
-        if not self._refs[block]:
-            del self._idle[block]
-        self._refs[block] += 1
+    def _extend(self, holding: Holding, computed: int, upto: int) -> bool:
+        """`grow` without making anything findable."""
+        total, first = holding.total, holding.first
+        need = 0
+        for i, size, window in self.geometry:
+            if window and (gone := (computed - window + 1) // size) > first[i]:
+                self._slide(i, holding, min(gone, total[i]))
+            missing = -(-upto // size) - total[i]
+            if missing > 0:
+                need += missing
+        if need > self.blocks.free:
+            return False
+        self.blocks.allocate(need)
+        for i, size, _ in self.geometry:
+            total[i] = max(total[i], -(-upto // size))
+        self.settle(holding)
+        return True
 
-    def _let_go(self, block: int) -> None:
-        self._refs[block] -= 1
-        if not self._refs[block]:
-            self._idle[block] = None
+    def settle(self, holding: Holding) -> None:
+        """Work out how far the request goes before its blocks change again."""
+        room = quiet = _FAR
+        for i, size, window in self.geometry:
+            room = min(room, holding.total[i] * size)
+            if window:
+                quiet = min(quiet, (holding.first[i] + 1) * size + window - 1)
+        holding.room, holding.quiet_from = room, quiet
 
     def _slide(self, slot: int, holding: Holding, first: int) -> None:
         """Free the blocks of a windowed group before ``first``: no later token attends to them."""
@@ -316,113 +358,11 @@ class Pool:
             return
         holding.first[slot] = first
         held = holding.held[slot]
-        keyed = sum(1 for index, _ in held if index < first) if held else 0
-        for _, block in reversed(held[:keyed]):
-            self._let_go(block)
-        del held[:keyed]
-        self._plain -= gone - keyed
-
-    # Caching -----------------------------------------------------------------------------------
-
-    def _cache(self, holding: Holding, upto: int) -> None:
-        """Make the full blocks up to the last grid position findable, and announce them."""
-        start, end = holding.cached, upto // self.grid * self.grid
-        holding.cached = end
-        for slot in self.slots:
-            size = slot.block_tokens
-            kept = self._kept(slot, holding, start // size, end // size)
-            keys = tuple(holding.key((index + 1) * size) for index in kept)
-            for index, key in zip(kept, keys, strict=True):
-                self._add(slot.index, key, index, holding)
-            salted = bool(kept) and kept[0] == 0
-            self._announce(slot, holding, keys, (start, end), size, salted=salted)
-            self._alias(slot, holding)
-
-    def _kept(self, slot: Slot, holding: Holding, start: int, end: int) -> list[int] | range:
-        """Indices of the blocks in start…end-1 that some later resume could need. All of them are
-        still held: what left the window ends before the grid position that is cached next."""
-        if slot.need is None:
-            return range(start, end)
-        size = slot.block_tokens
-        stretch = self.grid if self.retention is None else self.retention
-        per_stretch = stretch // size
-        if stretch and slot.need >= per_stretch:
-            return range(start, end)
-        ends: set[int] = set()
-        if stretch:
-            ends.update(range(start // per_stretch * per_stretch, end + per_stretch, per_stretch))
-        if self.retention is not None:
-            for boundary in (holding.prompt - 1, holding.junction):
-                ends.add(boundary // self.grid * self.grid // size)
-        kept: set[int] = set()
-        for stop in ends:
-            kept.update(range(max(start, stop - slot.need), min(end, stop)))
-        return sorted(kept)
-
-    def _add(self, slot: int, key: int, index: int, holding: Holding) -> None:
-        """Give one of the holding's counted blocks an id and a key."""
-        block = self._spare.pop()
-        self._plain -= 1
-        self._refs[block] = 1
-        self._keys[block] = (slot, key)
-        self._found[slot].setdefault(key, []).append(block)
-        holding.held[slot].append((index, block))
-        holding.fresh.append(BlockRef(slot, index, block))
-
-    def _alias(self, slot: Slot, holding: Holding) -> None:
-        """vLLM's second name for the block in which the prompt ends.
-
-        Where groups differ in block size, its full-attention manager also registers the last
-        position of the prompt at the finest block size, once that block is full. No lookup of a
-        sliding-window model can use it, but it is announced, and removed with the block.
-        """
-        step = self._hash_step
-        if not slot.chain or slot.block_tokens == step:
-            return
-        position = (holding.prompt - 1) // step * step
-        if not 0 < position <= holding.cached or position % slot.block_tokens == 0:
-            return
-        index = position // slot.block_tokens
-        block = holding.held[slot.index][index][1]
-        key = holding.key(position)
-        aliases = self._aliases.setdefault(block, [])
-        if key in aliases:
-            return
-        aliases.append(key)
-        self._found[slot.index].setdefault(key, []).append(block)
-        self._announce(
-            slot, holding, (key,), (position - step, position), step, salted=position == step
-        )
-
-    def _announce(
-        self,
-        slot: Slot,
-        holding: Holding,
-        keys: tuple[int, ...],
-        span: tuple[int, int],
-        block_tokens: int,
-        *,
-        salted: bool,
-    ) -> None:
-        """One BlockStored for the kept blocks of a range. vLLM sends it even when none was kept;
-        the salt goes out only with the first block of a sequence."""
-        if not self._publish:
-            return
-        start, end = span
-        kind = slot.group.kind
-        self._events.append(
-            BlockStored(
-                hashes=keys,
-                parent=holding.key(start) if start else None,
-                tokens=bytes(holding.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]),
-                block_tokens=block_tokens,
-                group=slot.index,
-                kind=None if kind == "*" else kind,
-                window_tokens=slot.group.window_tokens,
-                salt=holding.keys.salt if salted else "",
-                adapter=holding.keys.adapter,
-            )
-        )
+        count = sum(1 for index, _ in held if index < first) if held else 0
+        for _, block in reversed(held[:count]):
+            self.blocks.let_go(block)
+        del held[:count]
+        self.blocks.plain -= gone - count
 
 
 def _window_ends(slot: Slot, position: int) -> range:
@@ -430,3 +370,12 @@ def _window_ends(slot: Slot, position: int) -> range:
     size = slot.block_tokens
     count = position // size if slot.need is None else min(slot.need, position // size)
     return range(position, position - count * size, -size)
+
+
+def _filled(layout: Layout, slot: Slot, *, minimal: bool) -> int | None:
+    """Blocks of a slot that state from outside brings at a grid position; None: all it needs."""
+    if not minimal or slot.need is None:
+        return None
+    parts = [c for c in layout.components if c.group == slot.group.name]
+    counts = [c.window_blocks(minimal=True) for c in parts]
+    return max((slot.need if n is None else n for n in counts), default=slot.need)

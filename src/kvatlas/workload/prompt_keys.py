@@ -58,6 +58,12 @@ class PromptKeys:
             found = self._subkeys[position] = chain_key(parent, part)
         return found
 
+    def chain(self, count: int) -> list[int]:
+        """Keys of the first ``count`` steps and perhaps more; not to be changed."""
+        if len(self._keys) < count:
+            self._extend(count)
+        return self._keys
+
     def _extend(self, count: int) -> None:
         size = self.step * TOKEN_BYTES
         keys, tokens = self._keys, self.tokens

@@ -17,7 +17,7 @@ from kvatlas.workload.prompt_keys import PromptKeys
 class BlockRef(msgspec.Struct, frozen=True):
     """One physical block: ``index`` counts the group's blocks from the start of the prompt.
 
-    ``key``: what the pool finds it by; 0 while it cannot be found.
+    ``key``: what the pool finds it by, in `Computed` and `HandOff`; else 0.
     """
 
     group: int  # index into the layout's groups, copies unrolled
@@ -90,7 +90,7 @@ class HandedOff(msgspec.Struct, frozen=True):
     id: str
 
 
-Input = Arrive | Abort | ClearCache
+Input = Arrive | Abort | ClearCache | Loaded | Hold | Release | HandedOff
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -150,8 +150,8 @@ class Produced(msgspec.Struct, frozen=True):
     """Output token ``index`` (from 0) came out. ``finished`` on the last.
 
     An engine that leaps reports a run of ``count`` tokens at once: index…index+count-1, of which
-    ``token`` is the last. ``times_s`` says when each of them came; empty for a single token,
-    which came when the effect did. The first token of a request always comes alone.
+    ``token`` is the last. ``times_s`` says when each of them came; it is empty for a single token
+    that came when the effect did. The first token of a request always does.
     """
 
     id: str

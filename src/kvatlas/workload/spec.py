@@ -19,7 +19,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     ``blocks``: usable blocks of the pool. ``step_tokens``: tokens that one step may compute.
     ``context_tokens``: longest prompt plus output. ``retention_tokens``: see `Pool`. More than
     ``max_waiting`` waiting requests are refused. ``max_held`` bounds the blocks that are kept
-    from eviction while they are copied away; None: a quarter of the pool.
+    from eviction while they are copied away; None: a quarter of the pool. ``minimal_loads``: what
+    comes from outside lacks the blocks that no resume reads (`Component.least_blocks`).
 
     Time: either ``device`` (``devices`` of them working together in ``precision``), or the two
     measured figures ``prefill_tokens_per_s`` and ``decode_step_s``, which win where both are
@@ -37,6 +38,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     context_tokens: int = 1 << 20
     retention_tokens: int | None = 0
     max_held: int | None = None
+    minimal_loads: bool = False
     device: Device | None = None
     devices: int = 1
     precision: str = "fp8"

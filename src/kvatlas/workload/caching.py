@@ -1,0 +1,169 @@
+"""Which blocks of a request become findable, and how the engine announces them. Pure.
+
+vLLM 0.32: `SingleTypeKVCacheManager.cache_blocks`, `BlockPool.cache_full_blocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import gcd
+
+from kvatlas.core.events import BlockStored
+from kvatlas.core.layout import Layout
+from kvatlas.workload.blocks import Blocks
+from kvatlas.workload.holding import TOKEN_BYTES, Holding, Slot
+from kvatlas.workload.protocol import BlockRef
+
+
+class Caching:
+    """``retention``: see `Pool`."""
+
+    def __init__(
+        self, layout: Layout, slots: tuple[Slot, ...], blocks: Blocks, retention: int | None
+    ) -> None:
+        self._grid = layout.grid_tokens
+        self._slots = slots
+        self._blocks = blocks
+        self._retention = retention
+        self._hash_step = gcd(*(s.block_tokens for s in slots))
+        self._aliased = [
+            s for s in slots if s.chain and s.group.required and s.block_tokens != self._hash_step
+        ]
+
+    def cache(self, holding: Holding, upto: int, *, loaded: bool = False) -> None:
+        """Make the full blocks up to the last grid position findable, and announce them.
+
+        ``loaded``: they came from outside, so only those that were to be filled count.
+        """
+        start, end = holding.cached, upto // self._grid * self._grid
+        holding.cached = end
+        self._blocks.version += 1
+        shared: bytes | None = None  # every group announces the same range
+        for slot in self._slots:
+            size = slot.block_tokens
+            first = max(start // size, holding.absent[slot.index])
+            if first * size >= end:
+                continue
+            kept = self._kept(slot, holding, first, end // size)
+            if loaded:
+                named = holding.named
+                kept = [index for index in kept if (slot.index, index) in named]
+            keys = self._add(slot, holding, kept) if kept else ()
+            if self._blocks.publish:
+                if shared is None or first * size != start:
+                    tokens = _tokens(holding, first * size, end)
+                    shared = tokens if first * size == start else shared
+                else:
+                    tokens = shared
+                salted = bool(keys) and kept[0] == 0
+                self._announce(slot, holding, keys, first * size, tokens, salted=salted)
+            if slot in self._aliased:
+                self.alias(slot, holding)
+
+    def aliases(self, holding: Holding) -> None:
+        """The second names of blocks that a request has taken over."""
+        for slot in self._aliased:
+            self.alias(slot, holding)
+
+    def alias(self, slot: Slot, holding: Holding) -> None:
+        """vLLM's second name for the block in which the prompt ends.
+
+        Where groups differ in block size, its full-attention manager also registers the last
+        position of the prompt at the finest block size, once that block is full. No lookup of a
+        sliding-window model can use it, but it is announced, and removed with the block.
+        """
+        step = self._hash_step
+        position = (holding.prompt - 1) // step * step
+        if not 0 < position <= holding.cached or position % slot.block_tokens == 0:
+            return
+        index = position // slot.block_tokens
+        blocks = self._blocks
+        block = holding.held[slot.index][index][1]
+        key = holding.key(position)
+        aliases = blocks.aliases.setdefault(block, [])
+        if key in aliases:
+            return
+        aliases.append(key)
+        blocks.found[slot.index].setdefault(key, []).append(block)
+        if blocks.publish:
+            start = position - step
+            tokens = _tokens(holding, start, position)
+            self._announce(slot, holding, (key,), start, tokens, salted=not start, unit=step)
+
+    def _kept(self, slot: Slot, holding: Holding, start: int, end: int) -> list[int] | range:
+        """Indices of the blocks in start…end-1 that some later resume could need. All of them are
+        still held: what left the window ends before the grid position that is cached next."""
+        if slot.need is None:
+            return range(start, end)
+        size = slot.block_tokens
+        if self._retention == 0:
+            found: Iterable[int] = (holding.prompt - 1, holding.junction)
+            ends = {b // self._grid * self._grid // size for b in found}
+        else:
+            stretch = self._grid if self._retention is None else self._retention
+            per_stretch = stretch // size
+            if slot.need >= per_stretch:
+                return range(start, end)
+            ends = set(range(start // per_stretch * per_stretch, end + per_stretch, per_stretch))
+            if self._retention is not None:
+                found = (holding.prompt - 1, holding.junction)
+                ends.update(b // self._grid * self._grid // size for b in found)
+        kept: set[int] = set()
+        for stop in ends:
+            if stop > start and stop - slot.need < end:
+                kept.update(range(max(start, stop - slot.need), min(end, stop)))
+        return sorted(kept)
+
+    def _add(self, slot: Slot, holding: Holding, kept: list[int] | range) -> tuple[int, ...]:
+        """Give the holding's counted blocks ids and keys, those that have an id already keys."""
+        size, number, blocks = slot.block_tokens, slot.index, self._blocks
+        step, named = holding.keys.step, holding.named
+        held, fresh = holding.held[number], holding.fresh
+        if size % step == 0:
+            per_block = size // step
+            chain = holding.chain((kept[-1] + 1) * per_block)
+            keys = tuple([chain[(index + 1) * per_block - 1] for index in kept])
+        else:
+            keys = tuple([holding.key((index + 1) * size) for index in kept])
+        for index, key in zip(kept, keys, strict=True):
+            block = named.pop((number, index), None) if named else None
+            if block is None:
+                block = blocks.add(number, key)
+                held.append((index, block))
+            else:
+                blocks.add_named(number, key, block)
+            fresh.append(BlockRef(number, index, block, key))
+        return keys
+
+    def _announce(
+        self,
+        slot: Slot,
+        holding: Holding,
+        keys: tuple[int, ...],
+        start: int,
+        tokens: bytes,
+        *,
+        salted: bool,
+        unit: int = 0,
+    ) -> None:
+        """One BlockStored for the kept blocks of a range. vLLM sends it even when none was kept;
+        the salt goes out only with the first block of a sequence."""
+        kind = slot.group.kind
+        self._blocks.events.append(
+            BlockStored(
+                hashes=keys,
+                parent=holding.key(start) if start else None,
+                tokens=tokens,
+                block_tokens=unit or slot.block_tokens,
+                group=slot.index,
+                kind=None if kind == "*" else kind,
+                window_tokens=slot.group.window_tokens,
+                salt=holding.keys.salt if salted else "",
+                adapter=holding.keys.adapter,
+            )
+        )
+
+
+def _tokens(holding: Holding, start: int, end: int) -> bytes:
+    """Token ids start…end-1, copied out."""
+    return bytes(memoryview(holding.tokens)[start * TOKEN_BYTES : end * TOKEN_BYTES])
