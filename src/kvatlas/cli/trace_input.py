@@ -81,10 +81,9 @@ def tokenize_with(path: Path) -> Tokenize:
     if package is not None and package.origin is not None:
         folder = Path(package.origin).parent
     tokenizer = Tokenizer.load(TokenizerConfig(path=str(folder)))
-    loop = asyncio.Runner()
 
     def tokenize(api_path: str, body: Mapping[str, Any]) -> tuple[bytes, ...]:
-        prompt = loop.run(tokenizer.prompt(api_path, body))
+        prompt = asyncio.run(tokenizer.prompt(api_path, body))
         if prompt.reason:
             raise ValueError(f"its token ids cannot be known: {prompt.reason}")
         return (prompt.tokens, *prompt.others)
