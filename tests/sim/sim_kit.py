@@ -68,6 +68,16 @@ def cluster_of(policy: str = "price", **fields: object) -> Cluster:
     return build(ClusterFile(engine=(table,), router=router), lambda place: place)
 
 
+def pairs_of(prefill: int = 2, decode: int = 2, **fields: object) -> Cluster:
+    """Prefill and decode engines as `cluster_of`; the first link of each is RDMA at 400 Gbit/s."""
+    values = {"devices": 2, "expert_precision": "fp4", **fields}
+    tables = tuple(
+        msgspec.convert({"name": role, "role": role, "count": count, **values}, EngineTable)
+        for role, count in (("prefill", prefill), ("decode", decode))
+    )
+    return build(ClusterFile(engine=tables), lambda place: place)
+
+
 class Log:
     """Watches everything and keeps it."""
 

@@ -13,6 +13,9 @@ from kvatlas.config import Count, DirectoryConfig, Positive, Rate, Seconds, line
 from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError, LayoutError
 from kvatlas.sim.gateway import GatewaySpec
+from kvatlas.sim.links import PROFILES as LINKS
+from kvatlas.sim.links import LinkSpec
+from kvatlas.sim.pairs import PairSpec
 from kvatlas.workload.device import Device
 from kvatlas.workload.models import load_config, load_layout
 from kvatlas.workload.pool import Pool, pool_blocks
@@ -53,8 +56,9 @@ class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``model`` is a known model, a config.json or its directory, or a plain block size as text; a
     plain one needs ``blocks``, ``prefill_tokens_per_s`` and ``decode_step_s``. ``device`` names a
-    profile or a ``[[device]]``. ``blocks`` 0: what ``memory_share`` of the devices' memory leaves
-    beside the weights. ``retention_tokens`` -1 keeps every window on the grid.
+    profile or a ``[[device]]``, ``link`` a link profile or a ``[[link]]``: the network card of each
+    node, one way; ``per_node`` engines share a node. ``blocks`` 0: what ``memory_share`` of the
+    devices' memory leaves beside the weights. ``retention_tokens`` -1 keeps every window on the grid.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=100)] = "engine"
@@ -65,6 +69,8 @@ class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_dtype: str = "auto"
     device: str = "H200"
     devices: Positive = 1
+    link: str = "rdma400"
+    per_node: Positive = 1
     precision: str = "fp8"
     expert_precision: str = ""
     expert_ranks: Positive = 1
@@ -80,6 +86,26 @@ class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_overhead_s: float | None = None
 
 
+class LinkTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A link of your own: the fields of `kvatlas.sim.links.LinkSpec`. ``like`` names the profile
+    whose figures stand where none is given."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+    like: str = ""
+    bytes_per_s: float | None = None
+    latency_s: float | None = None
+    background_share: float | None = None
+    background_period_s: float | None = None
+    background_burst_share: float | None = None
+
+
+class PairsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long a prefill engine keeps state that nobody takes, and how long a read may take."""
+
+    lease_s: Seconds = 480.0
+    transfer_timeout_s: Seconds = 60.0
+
+
 class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -89,6 +115,8 @@ class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gateway: GatewayTable = GatewayTable()
     directory: DirectoryConfig = DirectoryConfig()
     device: tuple[DeviceTable, ...] = ()
+    link: tuple[LinkTable, ...] = ()
+    pairs: PairsTable = PairsTable()
 
 
 TABLES: dict[str, type[msgspec.Struct]] = {
@@ -99,14 +127,18 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "gateway": GatewayTable,
     "directory": DirectoryConfig,
     "device": DeviceTable,
+    "link": LinkTable,
+    "pairs": PairsTable,
 }
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One engine, ready to be built."""
+    """One engine, ready to be built. ``link`` is the network card of its node."""
 
     name: str
     role: Role
+    node: str
+    link: LinkSpec
     layout: Layout
     spec: EngineSpec
 
@@ -119,6 +151,7 @@ class Cluster(msgspec.Struct, frozen=True):
     network: NetworkTable = NetworkTable()
     gateway: GatewaySpec = GatewaySpec()
     directory: DirectoryConfig = DirectoryConfig()
+    pairs: PairSpec = PairSpec()
 
     def devices(self) -> int:
         """Accelerators in all."""
@@ -157,6 +190,7 @@ def build(file: ClusterFile, where: Where) -> Cluster:
     if sum(table.count for table in file.engine) > ENGINES_MAX:
         raise ConfigError(f"{where('engine')}: more than {ENGINES_MAX} engines")
     profiles = with_own(file.device, where)
+    links = _links(file, where)
     members: list[Member] = []
     names: set[str] = set()
     for index, table in enumerate(file.engine):
@@ -171,7 +205,7 @@ def build(file: ClusterFile, where: Where) -> Cluster:
             )
         names.add(table.name)
         try:
-            members.extend(_members(table, profiles))
+            members.extend(_members(table, profiles, links))
         except (ConfigError, LayoutError) as error:
             raise ConfigError(f"{where(place)}: engine {table.name!r}: {error}") from error
     _check_roles(members, where)
@@ -181,21 +215,64 @@ def build(file: ClusterFile, where: Where) -> Cluster:
         poll_s=file.gateway.poll_s,
         poll_timeout_s=2 * file.gateway.poll_s,
     )
-    return Cluster(tuple(members), file.router, file.network, gateway, file.directory)
+    pairs = PairSpec(file.pairs.lease_s, file.pairs.transfer_timeout_s)
+    return Cluster(tuple(members), file.router, file.network, gateway, file.directory, pairs)
 
 
 def _check_roles(members: list[Member], where: Where) -> None:
-    roles = {member.role for member in members}
-    if roles != {"combined"}:
-        raise ConfigError(f'{where("engine")}: only role "combined" can be simulated so far')
+    """Halves of pairs need each other, and the same state."""
+    halves = [member for member in members if member.role != "combined"]
+    roles = {member.role for member in halves}
+    if len(roles) == 1:
+        other = "decode" if "prefill" in roles else "prefill"
+        raise ConfigError(f'{where("engine")}: role "{roles.pop()}" needs role "{other}" beside it')
+    if len({member.layout.digest() for member in halves}) > 1:
+        raise ConfigError(
+            f"{where('engine')}: prefill and decode engines differ in their KV layout: state "
+            "cannot change hands"
+        )
+    if halves and not halves[0].layout.components:
+        raise ConfigError(
+            f"{where('engine')}: a plain block size does not tell how many bytes change hands: "
+            "name a model"
+        )
 
 
-def _members(table: EngineTable, profiles: dict[str, Device]) -> Iterator[Member]:
+def _links(file: ClusterFile, where: Where) -> dict[str, LinkSpec]:
+    links = dict(LINKS)
+    for index, table in enumerate(file.link):
+        place = f"link[{index}]"
+        if table.name in links:
+            raise ConfigError(f"{where(f'{place}.name')}: there is a link {table.name!r} already")
+        if table.like and table.like not in links:
+            known = ", ".join(links)
+            raise ConfigError(f"{where(f'{place}.like')}: unknown link {table.like!r}: {known}")
+        values = {
+            field: value
+            for field in LinkSpec.__struct_fields__
+            if (value := getattr(table, field)) is not None
+        }
+        base = msgspec.structs.asdict(links[table.like]) if table.like else {}
+        if "bytes_per_s" not in base | values:
+            raise ConfigError(f'{where(place)}: give bytes_per_s (or say like = "rdma400")')
+        try:
+            links[table.name] = LinkSpec(**{**base, **values})
+        except ConfigError as error:
+            raise ConfigError(f"{where(place)}: link {table.name!r}: {error}") from error
+    return links
+
+
+def _members(
+    table: EngineTable, profiles: dict[str, Device], links: dict[str, LinkSpec]
+) -> Iterator[Member]:
     layout = load_layout(table.model, engine=table.engine, kv_dtype=table.kv_dtype)
     measured = table.prefill_tokens_per_s is not None or table.decode_step_s is not None
     profile = profiles.get(table.device)
     if profile is None:
         raise ConfigError(f"unknown device {table.device!r}: use one of {', '.join(profiles)}")
+    link = links.get(table.link)
+    if link is None:
+        raise ConfigError(f"unknown link {table.link!r}: use one of {', '.join(links)}")
     plain = table.model.isdecimal()
     if plain and not measured:
         raise ConfigError(
@@ -222,7 +299,8 @@ def _members(table: EngineTable, profiles: dict[str, Device]) -> Iterator[Member
     StepTime(spec, layout)  # raises where it cannot work
     Pool(layout, 1, retention=spec.retention_tokens, step_tokens=spec.step_tokens)
     for number in range(table.count):
-        yield Member(f"{table.name}-{number}", table.role, layout, spec)
+        name, node = f"{table.name}-{number}", f"{table.name}-node{number // table.per_node}"
+        yield Member(name, table.role, node, link, layout, spec)
 
 
 def _blocks(table: EngineTable, layout: Layout, profile: Device, shape: Shape | None) -> int:

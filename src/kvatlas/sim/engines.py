@@ -38,12 +38,17 @@ from kvatlas.workload.protocol import (
     Arrive,
     ClearCache,
     Cleared,
+    Connector,
     Effect,
+    HandedOff,
+    Hold,
     Input,
+    Loaded,
     Model,
     Produced,
     Published,
     Rejected,
+    Release,
 )
 from kvatlas.workload.spec import EngineSpec
 
@@ -63,6 +68,29 @@ class EngineWatcher(Protocol):
 
     def published(self, engine: SimEngine, batch: Batch) -> None:
         """A batch of events left the engine, whatever becomes of it."""
+
+
+class Outside(Connector, Protocol):
+    """State outside an engine's pool, for one life of it: tiers, or the other half of a pair.
+
+    What it has to tell the engine goes through `SimEngine.input`, later than the call at hand
+    where that is one of these. Its `external` is what the engine asks before it computes.
+    """
+
+    def submitted(self, submit: Submit) -> None:
+        """A request comes, before the engine sees it."""
+
+    def effect(self, effect: Effect) -> None:
+        """The engine did something."""
+
+    def receive(self, message: Message) -> None:
+        """A message that is not for the engine itself."""
+
+    def forget(self, id: str) -> None:
+        """The request was refused or cancelled."""
+
+    def stopped(self) -> None:
+        """This life is over."""
 
 
 class _Publisher:
@@ -91,7 +119,8 @@ class SimEngine:
     """One engine and its host's clock. ``clock_offset_s``: how far that clock is off (faults).
 
     ``make_model`` gives each life what it computes with; ``identity`` is what it tells of itself
-    (a fingerprint) where that may change with a restart, b"" where it never does.
+    (a fingerprint) where that may change with a restart, b"" where it never does. ``make_outside``
+    gives each life what there is outside of its pool.
     """
 
     def __init__(
@@ -105,6 +134,7 @@ class SimEngine:
         watchers: Sequence[EngineWatcher] = (),
         role: str = "combined",
         make_model: Callable[[Layout], Model] | None = None,
+        make_outside: Callable[[SimEngine], Outside] | None = None,
     ) -> None:
         self.name = name
         self.role = role
@@ -124,6 +154,8 @@ class SimEngine:
         self._network = network
         self._watchers = watchers
         self._make_model = make_model
+        self._make_outside = make_outside
+        self.outside: Outside | None = None
         self._engine = self._new()
         self._events = _Publisher()
         self._arrives: dict[str, Arrive] = {}
@@ -134,7 +166,7 @@ class SimEngine:
         self._paused = False
         self._paused_at = 0.0
         self._lag_s = 0.0  # pauses so far: the engine's own time stands still meanwhile
-        self._inbox: deque[tuple[str, Message]] = deque()
+        self._inbox: deque[tuple[str, Message | Input]] = deque()
 
     # -- the process ----------------------------------------------------------------------------
 
@@ -145,12 +177,29 @@ class SimEngine:
 
     def _new(self) -> Engine:
         model = self._make_model(self.layout) if self._make_model is not None else None
-        return Engine(self.layout, self.spec, model=model, leap=True)
+        self.outside = self._make_outside(self) if self._make_outside is not None else None
+        return Engine(self.layout, self.spec, model=model, connector=self.outside, leap=True)
+
+    def cached_tokens(self, id: str) -> int:
+        """What a request that is under way resumed when it was first admitted; 0 before."""
+        return self._cached.get(id, 0)
+
+    def input(self, event: Input) -> None:
+        """What is outside of the pool tells the engine something; it waits through a pause."""
+        if self._paused:
+            self._inbox.append(("", event))
+        elif self.up:
+            self._handle(event)
 
     @property
     def history(self) -> list[Batch]:
         """Batches of the present life that it would replay."""
         return self._events.since(0)
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the batch that it publishes next."""
+        return self._events.next_seq
 
     def change(self, layout: Layout, spec: EngineSpec, identity: bytes) -> None:
         """While it is down: another model, or another configuration, under the same name."""
@@ -180,6 +229,8 @@ class SimEngine:
         self._cached.clear()
         self._came_at.clear()
         self.past_preemptions += self._engine.preemptions
+        if self.outside is not None:
+            self.outside.stopped()
         self._engine = self._new()
         self._note_busy(False)
         self._lag_s = 0.0
@@ -248,7 +299,7 @@ class SimEngine:
     def _send(self, message: Message) -> None:
         self._network.send(self.name, GATEWAY, message)
 
-    def _receive(self, source: str, message: Message) -> None:
+    def _receive(self, source: str, message: Message | Input) -> None:
         if self._paused or (self.asleep and not isinstance(message, Look)):
             self._inbox.append((source, message))
             return
@@ -259,6 +310,8 @@ class SimEngine:
                 if self._arrives.pop(id, None) is not None:
                     self._forget(id)
                     self._handle(Abort(id))
+                if self.outside is not None:
+                    self.outside.forget(id)
             case AskReplay(from_seq, token):
                 for batch in self._events.since(from_seq):
                     self._send(Replayed(token, batch))
@@ -267,6 +320,11 @@ class SimEngine:
                 requests = self._engine.running + self._engine.waiting
                 layout = self.layout if self.identity else None
                 self._send(Pulse(number, self.life, requests, self.asleep, layout, self.identity))
+            case Loaded() | Hold() | Release() | HandedOff() | Abort() | ClearCache() | Arrive():
+                self._handle(message)
+            case _:
+                if self.outside is not None:
+                    self.outside.receive(message)
 
     def _forget(self, id: str) -> int:
         self._came_at.pop(id, None)
@@ -274,8 +332,15 @@ class SimEngine:
 
     def _submit(self, message: Submit) -> None:
         arrive = Arrive(
-            message.id, message.tokens, message.output_tokens, message.salt, message.adapter
+            message.id,
+            message.tokens,
+            message.output_tokens,
+            message.salt,
+            message.adapter,
+            message.hand_off,
         )
+        if self.outside is not None:
+            self.outside.submitted(message)
         effects = self._input(arrive)
         rejected = next((e for e in effects if isinstance(e, Rejected)), None)
         if rejected is None:
@@ -285,6 +350,8 @@ class SimEngine:
             self._send(Accepted(message.id, self.life))
         else:
             self._send(Declined(message.id, rejected.reason, rejected.busy))
+            if self.outside is not None:
+                self.outside.forget(message.id)
         self._perform(effects)
         self._arm()
 
@@ -336,6 +403,9 @@ class SimEngine:
         self._arm()
 
     def _perform(self, effects: Sequence[Effect]) -> None:
+        if self.outside is not None:
+            for effect in effects:
+                self.outside.effect(effect)
         produced: list[Produced] = []
         ended: dict[str, Usage] = {}
         for effect in effects:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import sub
-from typing import Protocol
 
 import msgspec
 
@@ -27,9 +26,9 @@ from kvatlas.core.dispatch import (
 from kvatlas.core.keys import PUBLIC, Scope
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher
-from kvatlas.core.router import Decision
 from kvatlas.sim.engines import GATEWAY
 from kvatlas.sim.feed import Feed
+from kvatlas.sim.flights import Flight, GatewayWatcher, Inquiry, Outcome, Stage
 from kvatlas.sim.messages import (
     Accepted,
     Answers,
@@ -40,13 +39,17 @@ from kvatlas.sim.messages import (
     Lost,
     Message,
     Pulse,
+    Ready,
     Refused,
     Replayed,
+    Source,
     Submit,
     Subscribed,
 )
 from kvatlas.sim.network import Network
 from kvatlas.sim.timeline import Timeline, Timer
+
+__all__ = ["Gateway", "GatewaySpec", "GatewayWatcher", "Inquiry", "Outcome"]
 
 _SWEEP_KEYS = 50_000  # per look, as `service.assembly`
 
@@ -62,77 +65,12 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     up_after: int = 2
 
 
-class Inquiry(msgspec.Struct, frozen=True):
-    """A client's request as it reaches the gateway. ``scope`` "" is public."""
-
-    id: str
-    tokens: bytes
-    output_tokens: int
-    scope: str = ""
-    adapter: str = ""
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a request ended. ``fault`` "" means that its answer was complete.
-
-    ``tried`` names the engines in order; ``cached_tokens`` is what the last one reported;
-    ``expected_tokens`` what the plan by which it was sent there promised.
-    """
-
-    id: str
-    arrived_at: float
-    ended_at: float
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    expected_tokens: int
-    ttft_s: float
-    tried: tuple[str, ...]
-    fault: str = ""
-
-
-class GatewayWatcher(Protocol):
-    """Whoever wants to know what the gateway does (reports, checkers)."""
-
-    def decided(self, inquiry: Inquiry, decision: Decision) -> None:
-        """A request was routed."""
-
-    def waited(self, gaps_s: Sequence[float], count: int) -> None:
-        """Between tokens of their answers, ``count`` requests each waited these gaps."""
-
-    def ended(self, outcome: Outcome) -> None:
-        """A request is over; told exactly once for each."""
-
-
-class _Flight:
-    """One request between its arrival and its end."""
-
-    __slots__ = (
-        *("arrived_at", "decision", "expected", "first_at", "heard_at", "inquiry", "life"),
-        *("made", "on_end", "target", "timer", "tried"),
-    )
-
-    def __init__(
-        self, inquiry: Inquiry, decision: Decision, now: float, on_end: Callable[[Outcome], None]
-    ) -> None:
-        self.inquiry = inquiry
-        self.decision = decision
-        self.on_end = on_end
-        self.arrived_at = self.heard_at = now
-        self.first_at = -1.0
-        self.life = 0  # of the engine that accepted it; 0 before
-        self.made = 0
-        self.expected = 0
-        self.target: str = ""
-        self.tried: list[str] = []
-        self.timer: Timer | None = None
-
-
 class _Worker:
     """What the gateway knows of one engine."""
 
-    def __init__(self, publisher: Publisher, feed: Feed) -> None:
+    def __init__(self, publisher: Publisher, feed: Feed, role: str) -> None:
         self.publisher = publisher
+        self.role = role
         self.feed = feed
         self.flights: set[str] = set()
         self.life = 0
@@ -165,7 +103,7 @@ class Gateway:
         self._watchers = watchers
         self._workers: dict[str, _Worker] = {}
         self._among: tuple[tuple[Publisher, str], ...] = ()
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, Flight] = {}
         self._looks = 0
         self._poll: Timer | None = None
         network.attach(GATEWAY, self._receive)
@@ -179,8 +117,11 @@ class Gateway:
         """The event stream of one engine (read-outs). Raises KeyError for an unknown name."""
         return self._workers[engine].feed
 
-    def add_engine(self, publisher: Publisher, layout: Layout, fingerprint: bytes) -> None:
-        """Make an engine known, before it starts."""
+    def add_engine(
+        self, publisher: Publisher, layout: Layout, fingerprint: bytes, *, role: str = "combined"
+    ) -> None:
+        """Make an engine known, before it starts. Those with role "decode" are no candidates of
+        the router: they go on with what one with role "prefill" began."""
         name = publisher.worker
         feed = Feed(
             self._timeline,
@@ -189,9 +130,10 @@ class Gateway:
             lambda message: self._network.send(GATEWAY, name, message),
             limits=self._feed_limits,
         )
-        worker = self._workers[name] = _Worker(publisher, feed)
+        worker = self._workers[name] = _Worker(publisher, feed, role)
         worker.fingerprint = fingerprint
-        self._among = (*self._among, (publisher, ""))
+        if role != "decode":
+            self._among = (*self._among, (publisher, ""))
         self.dispatcher.handle(Join(publisher, layout, fingerprint), self._timeline.now)
 
     def start(self) -> None:
@@ -224,7 +166,9 @@ class Gateway:
         assert decision is not None
         for watcher in self._watchers:
             watcher.decided(inquiry, decision)
-        flight = self._flights[inquiry.id] = _Flight(inquiry, decision, now, on_end)
+        flight = self._flights[inquiry.id] = Flight(inquiry, now, on_end)
+        flight.targets = [plan.publisher.worker for plan in decision.plans]
+        flight.expected = {p.publisher.worker: p.resume_tokens for p in decision.plans}
         self._try_next(flight, "no engine is up")
 
     def leave(self, id: str) -> None:
@@ -233,42 +177,81 @@ class Gateway:
         if flight is not None:
             if flight.target:
                 self._network.send(GATEWAY, flight.target, Cancel(id))
+            self._leave_source(flight)
             self._end(flight, "the client left")
 
-    def _try_next(self, flight: _Flight, why: str) -> None:
-        """Send it to the next plan's engine; nothing is tried twice after a byte was seen."""
-        plans = flight.decision.plans
+    def _try_next(self, flight: Flight, why: str) -> None:
+        """Send it to the next target; nothing is tried twice after a byte was seen."""
+        inquiry, now = flight.inquiry, self._timeline.now
         if flight.target:
-            self._workers[flight.target].flights.discard(flight.inquiry.id)
-        if len(flight.tried) >= len(plans):
-            self._end(flight, why)
+            self._workers[flight.target].flights.discard(inquiry.id)
+        if not flight.targets:
+            self._fall_back(flight, why)
             return
-        plan = plans[len(flight.tried)]
-        inquiry, name = flight.inquiry, plan.publisher.worker
-        flight.target, flight.life, flight.expected = name, 0, plan.resume_tokens
+        name = flight.target = flight.targets.pop(0)
+        worker = self._workers[name]
+        if flight.stage is not Stage.DECODE:
+            paired = worker.role == "prefill" and not flight.fallback
+            flight.stage = Stage.PREFILL if paired else Stage.COMBINED
+        flight.life = 0
         flight.tried.append(name)
-        flight.heard_at = self._timeline.now
-        self._workers[name].flights.add(inquiry.id)
-        self.dispatcher.handle(Sent(inquiry.id, plan.publisher), self._timeline.now)
-        self._network.send(
-            GATEWAY,
-            name,
-            Submit(
-                inquiry.id,
-                inquiry.tokens,
-                inquiry.output_tokens,
-                inquiry.scope,
-                inquiry.adapter,
-            ),
-        )
+        flight.heard_at = now
+        worker.flights.add(inquiry.id)
+        if flight.stage is not Stage.DECODE:
+            self.dispatcher.handle(Sent(inquiry.id, worker.publisher), now)
+        self._network.send(GATEWAY, name, flight.submit())
         self._wait(flight, self.spec.connect_timeout_s)
 
-    def _wait(self, flight: _Flight, limit_s: float) -> None:
+    def _fall_back(self, flight: Flight, why: str) -> None:
+        """Nobody is left of those that were asked. A pair that failed before anything was seen
+        falls back to one engine that does it all; each is asked once more at most."""
+        if flight.stage is Stage.COMBINED or flight.fallback or flight.made:
+            self._end(flight, why)
+            return
+        flight.fallback = f"{flight.stage.value}: {why}"
+        flight.stage, flight.source = Stage.COMBINED, None
+        self._leave_source(flight)
+        flight.targets = self._by_load("decode", "combined", "prefill")
+        self._try_next(flight, why)
+
+    def _leave_source(self, flight: Flight) -> None:
+        """What the prefill side keeps for it is not wanted any more."""
+        if flight.prefilled_by:
+            self._network.send(GATEWAY, flight.prefilled_by, Cancel(flight.inquiry.id))
+            flight.prefilled_by = ""
+
+    def _by_load(self, *roles: str) -> list[str]:
+        """Engines that look well, role by role, those with the fewest requests first."""
+        return [
+            name
+            for role in roles
+            for name, worker in sorted(
+                self._workers.items(), key=lambda item: (len(item[1].flights), item[0])
+            )
+            if worker.role == role and worker.up and not worker.asleep
+        ]
+
+    def _prefilled(self, source: str, ready: Ready) -> None:
+        """The prefill half is done: its engine is free for others, the decode half begins."""
+        flight = self._mine(ready.id, source)
+        if flight is None or flight.stage is not Stage.PREFILL:
+            return
+        now, worker = self._timeline.now, self._workers[source]
+        ttft_s = now - flight.arrived_at
+        self.dispatcher.handle(FirstToken(ready.id), now)
+        done = Finished(ready.id, worker.publisher, True, ready.cached_tokens, ttft_s)
+        self.dispatcher.handle(done, now)
+        flight.stage, flight.prefilled_by = Stage.DECODE, source
+        flight.source = Source(source, ready.life, ready.tokens)
+        flight.targets = self._by_load("decode")
+        self._try_next(flight, "no decode engine is up")
+
+    def _wait(self, flight: Flight, limit_s: float) -> None:
         if flight.timer is not None:
             flight.timer.cancel()
         flight.timer = self._timeline.after(limit_s, self._silent, flight)
 
-    def _silent(self, flight: _Flight) -> None:
+    def _silent(self, flight: Flight) -> None:
         """A timer ran out: perhaps something was heard meanwhile."""
         flight.timer = None
         if not flight.life:
@@ -280,9 +263,17 @@ class Gateway:
             flight.timer = self._timeline.after(left, self._silent, flight)
             return
         self._network.send(GATEWAY, flight.target, Cancel(flight.inquiry.id))
-        self._end(flight, "the engine fell silent")
+        self._broke_off(flight, "the engine fell silent")
 
-    def _end(self, flight: _Flight, fault: str, cached_tokens: int = -1) -> None:
+    def _broke_off(self, flight: Flight, why: str) -> None:
+        """An engine failed that had accepted it: half a pair may be replaced, nothing else."""
+        if flight.stage is Stage.COMBINED:
+            self._end(flight, why)
+        else:
+            flight.targets = []
+            self._try_next(flight, why)
+
+    def _end(self, flight: Flight, fault: str, cached_tokens: int = -1) -> None:
         now, inquiry = self._timeline.now, flight.inquiry
         del self._flights[inquiry.id]
         if flight.timer is not None:
@@ -293,7 +284,7 @@ class Gateway:
             worker.flights.discard(inquiry.id)
             publisher = worker.publisher
         else:
-            publisher = self._among[0][0]
+            publisher = next(iter(self._workers.values())).publisher
         self.dispatcher.handle(
             Finished(inquiry.id, publisher, not fault, cached_tokens, ttft_s), now
         )
@@ -304,10 +295,12 @@ class Gateway:
             prompt_tokens=len(inquiry.tokens) // 4,
             output_tokens=flight.made,
             cached_tokens=cached_tokens,
-            expected_tokens=flight.expected,
+            expected_tokens=flight.expected.get(flight.prefilled_by or flight.target, 0),
             ttft_s=ttft_s,
             tried=tuple(flight.tried),
             fault=fault,
+            prefilled_by=flight.prefilled_by,
+            fallback=flight.fallback,
         )
         for watcher in self._watchers:
             watcher.ended(outcome)
@@ -333,6 +326,8 @@ class Gateway:
                         self._try_next(flight, reason)
                     else:
                         self._end(flight, reason)
+            case Ready():
+                self._prefilled(source, message)
             case Lost(life):
                 self._lost(worker, source, life)
             case Refused(Submit(id)):
@@ -344,7 +339,7 @@ class Gateway:
             case Events() | Subscribed() | Replayed() | Refused():
                 worker.feed.receive(message)
 
-    def _mine(self, id: str, source: str) -> _Flight | None:
+    def _mine(self, id: str, source: str) -> Flight | None:
         """The flight that ``source`` may speak of: not one that moved on meanwhile."""
         flight = self._flights.get(id)
         return flight if flight is not None and flight.target == source else None
@@ -357,8 +352,8 @@ class Gateway:
         shift_s = now - message.sent_at + message.lag_s
         for produced in message.produced:
             flight = self._mine(produced.id, source)
-            if flight is None:
-                continue
+            if flight is None or flight.stage is Stage.PREFILL:
+                continue  # the prefill half makes one token, which the decode half makes again
             times = produced.times_s
             if not flight.made:
                 flight.first_at = now
@@ -384,7 +379,7 @@ class Gateway:
             flight = self._mine(id, source)
             if flight is not None and flight.life in (0, life):
                 if flight.life:
-                    self._end(flight, "the engine broke off")
+                    self._broke_off(flight, "the engine broke off")
                 else:
                     self._try_next(flight, "no connection")
 

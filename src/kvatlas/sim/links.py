@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvatlas.errors import ConfigError
 from kvatlas.sim.timeline import Timeline, Timer
 
 FLOWS_MAX = 100_000
 _SLACK_BYTES = 0.5  # a flow with less than this left has arrived
+_PERIOD_MIN_S = 1e-4
 _SHORTEST_S = 1e-9  # between two looks, so that rounding cannot stop time
 
 
@@ -25,7 +27,7 @@ class LinkSpec(msgspec.Struct, frozen=True):
 
     ``background_share`` of it is taken by others, on average. With ``background_period_s`` above 0
     they come in bursts: once per period they take ``background_burst_share`` of the link for as
-    long as makes up that average.
+    long as makes up that average. Raises ConfigError where a figure cannot be.
     """
 
     bytes_per_s: float
@@ -33,6 +35,23 @@ class LinkSpec(msgspec.Struct, frozen=True):
     background_share: float = 0.0
     background_period_s: float = 0.0
     background_burst_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bytes_per_s < math.inf:
+            raise ConfigError(f"bytes_per_s is {self.bytes_per_s}: above 0 is needed")
+        for field in ("latency_s", "background_period_s"):
+            value = getattr(self, field)
+            if not 0 <= value < 86_400:
+                raise ConfigError(f"{field} is {value}: 0 to a day is possible")
+        if not 0 <= self.background_share < 1:
+            raise ConfigError(f"background_share is {self.background_share}: 0 to below 1")
+        if not self.background_share <= self.background_burst_share <= 1:
+            raise ConfigError(
+                f"background_burst_share is {self.background_burst_share}: from "
+                "background_share to 1"
+            )
+        if 0 < self.background_period_s < _PERIOD_MIN_S:
+            raise ConfigError(f"background_period_s below {_PERIOD_MIN_S}: take the steady share")
 
     def rate(self, now: float) -> tuple[float, float]:
         """Bytes per second that the background leaves at ``now``, and until when that holds."""

@@ -13,14 +13,27 @@ from kvatlas.core.layout import Layout
 from kvatlas.workload.protocol import Produced
 
 
+class Source(msgspec.Struct, frozen=True):
+    """Where the state of a request's first ``tokens`` tokens lies: an engine, in that life."""
+
+    engine: str
+    life: int
+    tokens: int
+
+
 class Submit(msgspec.Struct, frozen=True):
-    """Gateway → engine: one request. ``salt`` is the cache salt of its scope."""
+    """Gateway → engine: one request. ``salt`` is the cache salt of its scope.
+
+    ``hand_off``: only its prefill, for another engine to go on from; ``source``: the other half.
+    """
 
     id: str
     tokens: bytes
     output_tokens: int
     salt: str = ""
     adapter: str = ""
+    hand_off: bool = False
+    source: Source | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -61,6 +74,23 @@ class Answers(msgspec.Struct, frozen=True):
     lag_s: float
     produced: tuple[Produced, ...]
     ended: dict[str, Usage]
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """Prefill engine → gateway: the state of the prompt's ``tokens`` tokens waits to be taken.
+    ``cached_tokens`` of them were resumed there."""
+
+    id: str
+    life: int
+    tokens: int
+    cached_tokens: int
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """Decode engine → prefill engine: the state was read, or is not needed: let go of it."""
+
+    id: str
+    life: int
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -123,6 +153,8 @@ Message = (
     | Accepted
     | Declined
     | Answers
+    | Ready
+    | Taken
     | Lost
     | Refused
     | Events

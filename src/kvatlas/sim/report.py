@@ -18,7 +18,8 @@ from kvatlas.core.records import Tier
 from kvatlas.core.router import Decision
 from kvatlas.report.latency import Report, Slo, Summary, summarise
 from kvatlas.sim.engines import SimEngine
-from kvatlas.sim.gateway import Inquiry, Outcome
+from kvatlas.sim.flights import Inquiry, Outcome
+from kvatlas.sim.pairs import PairCounts
 from kvatlas.workload.protocol import Admitted, Arrive
 from kvatlas.workload.step_time import StepTime
 
@@ -135,6 +136,8 @@ class SimReport(msgspec.Struct, frozen=True):
     evicted_blocks: int
     engines: tuple[EngineLoad, ...]
     links: dict[str, float]
+    pairs: PairCounts
+    fallbacks: dict[str, int]
     faults: dict[str, int]
     retries: int
 
@@ -164,8 +167,11 @@ class Recorder:
         self._faults: Counter[str] = Counter()
         self._first_at = math.inf
         self._last_at = 0.0
-        self._loaded: dict[str, tuple[SimEngine, int, int]] = {}  # until the request ended
+        # request → engine → (resumed, of these loaded), until the request ended
+        self._admitted: dict[str, dict[str, tuple[int, int]]] = {}
         self._engines: dict[str, _EngineCounts] = {}
+        self._specs: dict[str, SimEngine] = {}
+        self._fallbacks: Counter[str] = Counter()
         self._times: dict[str, StepTime] = {}
 
     # -- watching -------------------------------------------------------------------------------
@@ -179,11 +185,11 @@ class Recorder:
     def admitted(
         self, engine: SimEngine, arrive: Arrive, admitted: Admitted, waited_s: float
     ) -> None:
-        known = self._loaded.get(arrive.id)
-        if known is not None and known[0] is engine:
-            return  # again, after a preemption
-        self._loaded[arrive.id] = engine, admitted.cached_tokens, 0
-        self._waited_s += waited_s
+        known = self._admitted.setdefault(arrive.id, {})
+        if engine.name not in known:  # else again, after a preemption
+            known[engine.name] = admitted.cached_tokens, admitted.loaded_tokens
+            self._specs[engine.name] = engine
+            self._waited_s += waited_s
 
     def published(self, engine: SimEngine, batch: Batch) -> None:
         counts = self._of(engine.name)
@@ -199,18 +205,19 @@ class Recorder:
         self._prompt += outcome.prompt_tokens
         self._output += outcome.output_tokens
         self._retries += max(0, len(outcome.tried) - 1)
-        admitted = self._loaded.pop(outcome.id, None)
+        admitted = self._admitted.pop(outcome.id, {})
+        if outcome.fallback:
+            self._fallbacks[outcome.fallback] += 1
         if outcome.fault:
             self._failed += 1
             self._faults[outcome.fault] += 1
-        if outcome.fault or admitted is None:
             self._unserved += outcome.prompt_tokens
         else:
-            self._served(outcome, admitted[0], admitted[1])
+            self._served(outcome, admitted)
         if self._export is not None:
             self._export(outcome)
 
-    def _served(self, outcome: Outcome, engine: SimEngine, cached: int) -> None:
+    def _served(self, outcome: Outcome, admitted: dict[str, tuple[int, int]]) -> None:
         e2e_s = outcome.ended_at - outcome.arrived_at
         self._ttft_s.append(outcome.ttft_s)
         self._e2e_s.append(e2e_s)
@@ -222,17 +229,25 @@ class Recorder:
         self._good += (slo.ttft_s is None or outcome.ttft_s <= slo.ttft_s) and (
             slo.tpot_s is None or tpot_s is None or tpot_s <= slo.tpot_s
         )
-        prompt = outcome.prompt_tokens
-        self._hits[Tier.HBM] += cached
-        self._recomputed += prompt - cached
-        counts = self._of(engine.name)
+        prompt, last = outcome.prompt_tokens, outcome.tried[-1]
+        cached, loaded = admitted[last]
+        counts = self._of(last)
+        counts.output += outcome.output_tokens
+        # Where a pair shared the work, the prefill half decides what was reused.
+        name = outcome.prefilled_by if loaded else last
+        if name != last:
+            cached = admitted[name][0]
+            self._of(name).requests += 1
         counts.requests += 1
+        counts = self._of(name)
         counts.prompt += prompt
         counts.hits += cached
-        counts.output += outcome.output_tokens
-        time = self._times.get(engine.name)
+        self._hits[Tier.HBM] += cached
+        self._recomputed += prompt - cached
+        time = self._times.get(name)
         if time is None:
-            time = self._times[engine.name] = StepTime(engine.spec, engine.layout)
+            engine = self._specs[name]
+            time = self._times[name] = StepTime(engine.spec, engine.layout)
         rest_s = time.seconds([(cached, prompt)])
         self._recomputed_s += rest_s
         self._reused_s += time.seconds([(0, prompt)]) - rest_s if cached else 0.0
@@ -295,6 +310,11 @@ class Recorder:
                 )
             )
         return loads
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """Pairs that were given up for one engine, by reason."""
+        return dict(self._fallbacks.most_common())
 
     @property
     def faults(self) -> dict[str, int]:

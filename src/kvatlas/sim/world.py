@@ -15,11 +15,12 @@ from kvatlas.core.layout import Layout
 from kvatlas.core.router import Params, Router
 from kvatlas.report.latency import Slo
 from kvatlas.sim.arrivals import Arrivals
-from kvatlas.sim.cluster import Cluster
+from kvatlas.sim.cluster import Cluster, Member
 from kvatlas.sim.engines import EngineWatcher, SimEngine
 from kvatlas.sim.gateway import Gateway, GatewayWatcher, Inquiry, Outcome
-from kvatlas.sim.links import Fabric
+from kvatlas.sim.links import Fabric, LinkSpec
 from kvatlas.sim.network import Network
+from kvatlas.sim.pairs import Pairs
 from kvatlas.sim.report import Recorder, SimReport
 from kvatlas.sim.timeline import Timeline
 from kvatlas.workload.trace import Trace, TraceRequest, tokens_of
@@ -86,6 +87,8 @@ class World:
             watchers=gateway_watchers,
         )
         self.engines: dict[str, SimEngine] = {}
+        self._nodes = {member.name: member.node for member in cluster.members}
+        self.pairs = Pairs(self.timeline, self.network, self.fabric, self._path, spec=cluster.pairs)
         for member in cluster.members:
             engine = SimEngine(
                 member.name,
@@ -95,9 +98,28 @@ class World:
                 network=self.network,
                 watchers=engine_watchers,
                 role=member.role,
+                make_outside=None if member.role == "combined" else self.pairs.side,
             )
             self.engines[member.name] = engine
-            self.gateway.add_engine(engine.publisher, member.layout, fingerprint(member.layout))
+            self.gateway.add_engine(
+                engine.publisher, member.layout, fingerprint(member.layout), role=member.role
+            )
+            if member.role != "combined":
+                self._wire(member)
+
+    def _wire(self, member: Member) -> None:
+        """The network card of an engine's node, both ways, and the node's own interconnect."""
+        device = member.spec.device
+        assert device is not None
+        self.fabric.add(f"{member.node} out", member.link)
+        self.fabric.add(f"{member.node} in", member.link)
+        inside = LinkSpec(device.link_bytes_per_s, device.link_latency_s)
+        self.fabric.add(f"{member.node} inside", inside)
+
+    def _path(self, source: str, destination: str) -> tuple[str, ...]:
+        """Links between two engines."""
+        one, other = self._nodes[source], self._nodes[destination]
+        return (f"{one} inside",) if one == other else (f"{one} out", f"{other} in")
 
     def play(
         self, trace: Trace, play: Play = PLAY, *, on_end: Callable[[], None] = _nothing
@@ -169,6 +191,8 @@ def simulate(
         evicted_blocks=sum(load.evicted_blocks for load in loads),
         engines=tuple(loads),
         links={name: link.bytes_moved for name, link in world.fabric.links.items()},
+        pairs=world.pairs.counts,
+        fallbacks=recorder.fallbacks,
         faults=recorder.faults,
         retries=recorder.retries,
     )
