@@ -146,6 +146,7 @@ class Agent:
     def _end(self) -> tuple[Effect, ...]:
         node = self._node
         node.relieve()
+        self._ends.retry()
         self._saves.pump()
         said = node.inventory.take_said()
         if said:
@@ -323,12 +324,12 @@ class Agent:
 
     @property
     def busy(self) -> int:
-        """Operations under way and saves that wait."""
-        return len(self._node.operations) + len(self._saves)
+        """Operations under way, and saves and promotions that wait."""
+        return len(self._node.operations) + len(self._saves) + len(self._ends)
 
     def snapshot(self) -> bytes:
         """All that it knows, for `restore`; not what policies and prices have learnt."""
-        return encoded(self._node, self._saves)
+        return encoded(self._node, self._saves, self._ends)
 
     @classmethod
     def restore(
@@ -343,7 +344,7 @@ class Agent:
         made = cls(ledgers, config)
         for attach in state.workers:
             made._attach(attach)
-        fill(made._node, made._saves, state)
+        fill(made._node, made._saves, made._ends, state)
         return made
 
     def digest(self) -> str:

@@ -6,7 +6,10 @@ when every body before it can be read, and then only once its record is written.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from kvatlas.core.agent_values import Damaged, Done, Found, Kind, Lose, Ready, Source, Told
 from kvatlas.core.inventory import OWN
@@ -18,11 +21,47 @@ from kvatlas.core.records import Tier
 from kvatlas.core.units import Part, Unit
 
 
+class Later(msgspec.Struct, frozen=True):
+    """A promotion that waits for room in dram."""
+
+    source: Source
+    tenant: str
+    keys: tuple[bytes, ...]
+
+
 class Ends:
     """Works on the books of one node."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._later: OrderedDict[bytes, Later] = OrderedDict()
+        self._seen = (0, 0)
+
+    def __len__(self) -> int:
+        """Promotions that wait for room."""
+        return len(self._later)
+
+    def waiting(self) -> list[Later]:
+        """Them, the oldest first."""
+        return list(self._later.values())
+
+    def wait(self, later: Later) -> None:
+        """One more; where there are too many the oldest goes."""
+        self._later[later.source.units[0].name] = later
+        if len(self._later) > self._node.config.copies_max:
+            self._later.popitem(last=False)
+            self._node.counts["promotion_busy"] += 1
+
+    def retry(self) -> None:
+        """Room was given back: those that wait for it may go on."""
+        node = self._node
+        changes = node.frees, node.operations.ended
+        if self._seen == changes or not self._later:
+            return
+        self._seen = changes
+        later, self._later = self._later, OrderedDict()
+        for each in later.values():
+            self.promote(each.source, each.tenant, each.keys)
 
     def done(self, event: Done) -> None:
         """An operation ended. One that was given up before counts for nothing."""
@@ -130,8 +169,8 @@ class Ends:
             part = Source(source.tier, tuple(units), source.node)
             self.promote(part, operation.tenant, operation.keys)
 
-    def promote(self, source: Source, tenant: str, keys: Sequence[bytes]) -> None:
-        """Copy units up to dram, where they are not there and there is room for them."""
+    def promote(self, source: Source, tenant: str, keys: tuple[bytes, ...]) -> None:
+        """Copy units up to dram, where they are not there; later, where there is no room yet."""
         node = self._node
         if Tier.DRAM not in node.inventory.ledgers or source.tier is Tier.DRAM:
             return
@@ -149,9 +188,12 @@ class Ends:
             return
         rooms = node.roomy(Tier.DRAM, units, tenant)
         if isinstance(rooms, Refusal):
-            node.counts["promotion_refused"] += 1
             for tier, number in leases:
                 node.freed(tier, [node.inventory.ledgers[tier].end_lease(number)])
+            if rooms.why in (Why.FULL, Why.BUSY) and node.operations.running[Kind.DEMOTE]:
+                self.wait(Later(source, tenant, keys))
+            else:
+                node.counts["promotion_refused"] += 1
             return
         node.copy(Kind.PROMOTE, going, Tier.DRAM, rooms, tenant=tenant, leases=leases)
 

@@ -7,6 +7,7 @@ counted, and the engine is never held up.
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
@@ -22,6 +23,7 @@ from kvatlas.core.units import Part, Unit, name_of
 
 _TRIES_MAX = 8  # of those that wait and find no room, in one go
 _LOOK_MAX = 64
+_REQUESTS_MAX = 4096  # of which is remembered where they left what others had
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -44,6 +46,7 @@ class Saves:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._waiting: dict[int, Wish] = {}
+        self.left_at: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._seen = (0, 0, 0)  # when it was last tried
 
     def __len__(self) -> int:
@@ -94,12 +97,32 @@ class Saves:
         )
 
     def _chosen(self, event: Filled, worker: Worker) -> tuple[int, ...]:
-        """The points to save, of those that the engine has: all that are not held yet."""
+        """The points to save, of those that the engine has: wanted, and not held yet."""
         if not worker.sizes.has_points:
             return ()
         points = {p for p in event.points if 0 < p <= len(event.keys)}
+        spacing, grid = self._node.config.spacing, worker.sizes.grid_tokens
+        if spacing is not None:
+            wanted = spacing.positions(
+                grid, event.prompt_tokens, event.output_tokens, self._junctions(event, grid)
+            )
+            points &= {tokens // grid for tokens in wanted}
         held = self._node.inventory.held
         return tuple(p for p in sorted(points) if not held(name_of(event.keys[p - 1], Part.POINT)))
+
+    def _junctions(self, event: Filled, grid: int) -> tuple[int, ...]:
+        """Where this request leaves what is held of others: looked at when it first tells us of
+        itself, since from then on it is its own blocks that are held."""
+        name = (event.worker, event.request)
+        tokens = self.left_at.get(name)
+        if tokens is None:
+            held = self._node.inventory.held
+            have = itertools.takewhile(lambda k: held(name_of(k, Part.BODY)), event.keys)
+            tokens = sum(1 for _ in have) * grid
+            self.left_at[name] = tokens
+            if len(self.left_at) > _REQUESTS_MAX:
+                self.left_at.popitem(last=False)
+        return (tokens,) if tokens > event.resumed_tokens else ()
 
     def _new(
         self, keys: Sequence[bytes], points: Sequence[int], worker: Worker

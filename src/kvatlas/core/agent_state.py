@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvatlas.core.agent_ends import Ends, Later
 from kvatlas.core.agent_saves import Saves, Wish
 from kvatlas.core.agent_values import Attach, Kind
 from kvatlas.core.node import Node
@@ -21,13 +22,15 @@ class State(msgspec.Struct, frozen=True):
     operations: list[Operation]
     number: int
     wishes: list[Wish]
+    left_at: list[tuple[str, str, int]]
+    later: list[Later]
     workers: list[Attach]
     counts: list[tuple[str, int]]
     moved: list[tuple[Kind, Tier, int]]
     now: float
 
 
-def encoded(node: Node, saves: Saves) -> bytes:
+def encoded(node: Node, saves: Saves, ends: Ends) -> bytes:
     """The whole state."""
     inventory = node.inventory
     return msgspec.msgpack.encode(
@@ -38,6 +41,8 @@ def encoded(node: Node, saves: Saves) -> bytes:
             operations=list(node.operations),
             number=node.operations.number,
             wishes=list(saves.wishes()),
+            left_at=[(*name, tokens) for name, tokens in saves.left_at.items()],
+            later=ends.waiting(),
             workers=[worker.attach for worker in node.workers.values()],
             counts=sorted(node.counts.items()),
             moved=sorted((kind, tier, size) for (kind, tier), size in node.moved.items()),
@@ -54,7 +59,7 @@ def decoded(data: bytes) -> State:
         raise LedgerError(f"not a snapshot of an agent: {error}") from error
 
 
-def fill(node: Node, saves: Saves, state: State) -> None:
+def fill(node: Node, saves: Saves, ends: Ends, state: State) -> None:
     """Put a state into a fresh agent whose ledgers and engines are there already."""
     inventory = node.inventory
     for tier, names in state.sealed.items():
@@ -68,6 +73,10 @@ def fill(node: Node, saves: Saves, state: State) -> None:
     node.operations.number = state.number
     for wish in state.wishes:
         saves.put(wish)
+    for worker, request, tokens in state.left_at:
+        saves.left_at[worker, request] = tokens
+    for later in state.later:
+        ends.wait(later)
     node.counts.update(dict(state.counts))
     for kind, tier, size_bytes in state.moved:
         node.moved[kind, tier] = size_bytes

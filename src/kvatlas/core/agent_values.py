@@ -13,6 +13,7 @@ import msgspec
 
 from kvatlas.core.events import Event
 from kvatlas.core.layout import Layout
+from kvatlas.core.policy.checkpoints import Spacing
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Unit
 from kvatlas.errors import ConfigError
@@ -26,6 +27,7 @@ class Config(msgspec.Struct, frozen=True):
     ``saves_s`` · ``hit_share`` is at least the time of its write. ``promote_after``: uses of a
     unit in a lower tier before it is copied up; 0 never. ``exclusive``: what is copied up leaves
     the tier below. ``write_through``: tiers that get a copy of what was saved at once.
+    ``spacing``: which of the points that an engine has are saved; None: all.
     """
 
     save_s: float = 30.0
@@ -44,6 +46,7 @@ class Config(msgspec.Struct, frozen=True):
     exclusive: bool = False
     write_through: tuple[Tier, ...] = ()
     demote: bool = True
+    spacing: Spacing | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values that cannot work."""
@@ -81,7 +84,10 @@ class Detach(msgspec.Struct, frozen=True, tag=True):
 
 class Filled(msgspec.Struct, frozen=True, tag=True):
     """An engine has computed (or loaded) a prompt up to the end of ``keys``, block keys from the
-    start on; ``points``: counts of blocks at which it holds all windows now, those that came new.
+    start on; ``points``: counts of blocks at which it holds all windows now.
+
+    ``resumed_tokens``: where the request began, by a hit or a load; ``prompt_tokens`` and
+    ``output_tokens`` (so far): what a spacing of points goes by.
     """
 
     worker: str
@@ -89,6 +95,9 @@ class Filled(msgspec.Struct, frozen=True, tag=True):
     keys: tuple[bytes, ...]
     points: tuple[int, ...] = ()
     tenant: str = ""
+    resumed_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
 
 
 class Evicted(msgspec.Struct, frozen=True, tag=True):

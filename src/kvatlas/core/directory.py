@@ -17,13 +17,21 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from kvatlas.core.claims import Applied, Claims
-from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvatlas.core.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    UnitsGone,
+    UnitsHeld,
+)
 from kvatlas.core.keys import Keyring
 from kvatlas.core.lanes import Pool
 from kvatlas.core.layout import Layout
 from kvatlas.core.lookup import Lookup, Positions
 from kvatlas.core.native import KeyTable
 from kvatlas.core.records import Publisher, Resume, Tier
+from kvatlas.core.shelves import Shelves
 
 _SWEEP_PER_APPLY = 2_000
 _RETIRED_MAX = 16  # lives that wait to be swept, beyond one per publisher: all may restart at once
@@ -65,6 +73,7 @@ class Directory:
         self._lookup = Lookup(self._books, self._named)
         self._free_bits: list[int] = []
         self._retired: deque[tuple[int, Iterator[bytes]]] = deque()
+        self.shelves = Shelves(self.limits.holders_per_publisher_max)
         self._masks: dict[int, int] = {}  # one object per distinct holder set: memory, and `is`
         self.holders = 0
 
@@ -95,8 +104,20 @@ class Directory:
         if not any(s.pool is slot.pool for s in self._slots.values()):
             del self._pools[slot.pool.fingerprint]
 
+    def settle(self, agent: Publisher, engines: Sequence[Publisher], store: str = "") -> None:
+        """Listen to the agent of a node, which carries its ``engines`` further (`core.shelves`).
+        It is asked for no request itself. Raises ValueError where an engine has that name."""
+        if agent in self._slots:
+            raise ValueError(f"{agent} is an engine: an agent needs a name of its own")
+        if len(self._slots) >= self.limits.publishers_max:
+            raise ValueError(f"the directory is limited to {self.limits.publishers_max} ranks")
+        self.shelves.settle(agent, engines, store)
+
     def reset(self, publisher: Publisher) -> None:
         """A new epoch, or doubt that cannot be repaired: its claims go, nobody else's."""
+        if publisher in self.shelves:
+            self.shelves.reset(publisher)
+            return
         slot = self._slots.get(publisher)
         if slot is not None and (slot.claims.touched or slot.muted):
             self._retire(slot)
@@ -180,7 +201,10 @@ class Directory:
         applied = Applied()
         slot = self._slots.get(publisher)
         if slot is None:
-            applied.unregistered += 1
+            if publisher in self.shelves:
+                self._apply_words(publisher, events, applied)
+            else:
+                applied.unregistered += 1
             return applied
         if self._retired:
             self.sweep(_SWEEP_PER_APPLY)
@@ -198,6 +222,16 @@ class Directory:
                 applied.cleared += 1
         return applied
 
+    def _apply_words(self, agent: Publisher, events: Iterable[Event], applied: Applied) -> None:
+        for event in events:
+            if isinstance(event, UnitsHeld | UnitsGone):
+                self.shelves.apply(agent, event, applied)
+            elif isinstance(event, AllBlocksCleared):
+                self.shelves.reset(agent)
+                applied.cleared += 1
+            else:
+                applied.undeclared += 1
+
     def _mute(self, slot: _Slot) -> None:
         """Leave a publisher out of every answer until its next life.
 
@@ -210,6 +244,9 @@ class Directory:
     def believe(self, publisher: Publisher, believed: bool) -> None:
         """While a publisher's history is being replayed its claims speak of the past: leave it
         out of every answer until it has caught up."""
+        if publisher in self.shelves:
+            self.shelves.believe(publisher, believed)
+            return
         slot = self._slots.get(publisher)
         if slot is None:
             return
@@ -290,13 +327,34 @@ class Directory:
         left out. Ordered by tokens, longest first, then by chain, then by registration.
         """
         pool = self._pools.get(fingerprint)
-        return self._lookup.resumes(pool, keys) if pool is not None and keys else []
+        if pool is None or not keys:
+            return []
+        resumes = self._lookup.resumes(pool, keys)
+        if self.shelves:
+            slots = self._slots.items()
+            alive = {p for p, s in slots if s.pool is pool and s.bit & pool.alive}
+            resumes = self.shelves.extended(pool, keys, resumes, alive)
+        return resumes
 
     def positions(self, publisher: Publisher, keys: Sequence[bytes]) -> Positions | None:
         """Every position at which one publisher could resume this prompt, and what stops it
         elsewhere; None for a publisher that is not registered. ``keys`` as for `peek`."""
         slot = self._slots.get(publisher)
-        return self._lookup.positions(slot.pool, keys, slot.bit) if slot else None
+        if slot is None:
+            return None
+        found = self._lookup.positions(slot.pool, keys, slot.bit)
+        grid = slot.pool.layout.grid_tokens
+        local = max(found.hbm, default=0) // grid
+        below = self.shelves.positions(slot.pool, keys, publisher, local)
+        if below is None or not slot.bit & slot.pool.alive:
+            return found
+        chain = (local + len(below.tiers)) * grid
+        lower = {*found.lower, *(p * grid for p in below.positions)}
+        return msgspec.structs.replace(
+            found,
+            lower=tuple(sorted(lower)),
+            lower_chain_tokens=max(found.lower_chain_tokens, chain),
+        )
 
     def missing(self, publisher: Publisher, keys: Sequence[bytes], tokens: int) -> str:
         """Names the groups that are not in hbm at position ``tokens`` (for explanations)."""
@@ -324,4 +382,5 @@ class Directory:
             total.update(str(publisher).encode())
             for lane, tier, key in sorted(self.holdings(publisher)):
                 total.update(bytes((lane, tier)) + key)
+        total.update(self.shelves.digest())
         return total.hexdigest()

@@ -35,6 +35,21 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     publisher: Publisher
 
 
+class Settle(msgspec.Struct, frozen=True, tag=True):
+    """The agent of a node carries its engines further from now on; an agent that was known loses
+    what it had said. ``store`` names the object tier that it can read, "" for none."""
+
+    agent: Publisher
+    engines: tuple[Publisher, ...]
+    store: str = ""
+
+
+class Unsettle(msgspec.Struct, frozen=True, tag=True):
+    """No longer configured."""
+
+    agent: Publisher
+
+
 class SetUp(msgspec.Struct, frozen=True, tag=True):
     """Health as polled."""
 
@@ -116,6 +131,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 Input = (
     Join
     | Leave
+    | Settle
+    | Unsettle
     | SetUp
     | SetLoad
     | Apply
@@ -192,6 +209,10 @@ class Dispatcher:
                 self._join(event)
             case Leave():
                 self._leave(event.publisher)
+            case Settle(agent, engines, store):
+                self.directory.settle(agent, engines, store)
+            case Unsettle(agent):
+                self.directory.shelves.remove(agent)
             case Sweep():
                 self.directory.sweep(event.budget)
         self._note(event, answer)

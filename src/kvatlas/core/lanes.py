@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvatlas.core.layout import Group, Layout
+from kvatlas.core.layout import Group, Layout, Rule
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -31,6 +31,9 @@ class Pool:
         self.short_ahead = [i for i in narrow if self.lanes[i].ahead]
         self.long = [i for i in self.windowed if i not in narrow]
         chains = [self.lanes[i] for i in self.required if self.lanes[i].span is None]
+        self.points = any(
+            c.rule is Rule.WINDOW for c in layout.components
+        )  # as `core.units` has it
         self.ahead = max((lane.ahead for lane in chains), default=0)  # blocks of chain beyond p
         self.alive = 0
         self.lower = 0  # publishers that announced anything below hbm

@@ -62,8 +62,8 @@ def best_offer(ask: Ask, sizes: Sizes, cost: EngineCost, reach: Reach, paths: Pa
     best, best_s, why = Offer(local, local), whole_s, "computing it is cheaper"
     for position in _choices(reach, sizes):
         tokens = position * sizes.grid_tokens
-        if tokens > ask.prompt_tokens:
-            continue
+        if tokens >= ask.prompt_tokens:
+            continue  # one token must be computed
         sources = reach.sources(position)
         load_s = sum(paths.read_s(source.tier, source.size_bytes) for source in sources)
         rest_s = cost.recompute_s(tokens, ask.prompt_tokens)
