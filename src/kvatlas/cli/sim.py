@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvatlas.cli import sim_faults
 from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
 from kvatlas.report.table import latency_table, slo_text
@@ -32,6 +33,7 @@ examples:
   kvatlas sim --trace mooncake_conversation.jsonl.xz
   kvatlas sim --trace trace.jsonl --engines 4 --policy round_robin --limit 2000
   kvatlas sim --trace trace.jsonl --cluster cluster.toml --slo-ttft-s 4 --json result.json
+  kvatlas sim faults --seeds 200
 
 exit status: 0 every request was answered, 1 some were not, 2 the input is at fault
 """
@@ -46,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--trace", type=Path, required=True, metavar="FILE", help="the trace to play")
+    add("--trace", type=Path, metavar="FILE", help="the trace to play")
     add("--cluster", type=Path, metavar="FILE", help="cluster.toml (default: see below)")
     add("--engines", type=int, metavar="N", help="engines of the default cluster (8)")
     add("--policy", choices=get_args(Policy), help="router's policy (the cluster's, or price)")
@@ -62,9 +64,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--export", type=Path, metavar="FILE", help="write one JSON line per request")
     add("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=run)
+    sim_faults.add_parser(parser.add_subparsers(title="commands", metavar="COMMAND"))
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.trace is None:
+        raise ConfigError("--trace FILE is needed: the requests to play")
     cluster = _cluster(args)
     play = _play(args)
     trace = open_trace(args.trace, block_tokens=args.block_tokens)

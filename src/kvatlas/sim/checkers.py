@@ -1,0 +1,275 @@
+"""What must hold in a world with faults, judged from outside the core.
+
+A checker sees what any observer could: messages that reach the gateway, inputs and answers of the
+dispatcher, how requests end. What is true it asks `checkers_truth`. It never reads the core's
+private state; the bounds on how long a belief may lag are those that the documentation states.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvatlas.core.dispatch import Apply, Input, Join, Reset
+from kvatlas.core.events import Batch, Event
+from kvatlas.core.layout import Layout
+from kvatlas.core.records import Publisher
+from kvatlas.core.router import Decision
+from kvatlas.sim.checkers_truth import Life, Prompt, Run, Witness, answer
+from kvatlas.sim.engines import SimEngine
+from kvatlas.sim.faults import Ask
+from kvatlas.sim.gateway import Inquiry, Outcome
+from kvatlas.sim.messages import Answers, Declined, Events, Message, Pulse
+from kvatlas.workload.protocol import Admitted, Arrive
+
+#: class → what it means. `--canary` plants a bug of one of these.
+CLASSES: dict[str, str] = {
+    "wrong-bytes": "an answer differs from that of an engine with an empty cache",
+    "cross-scope": "a hit, or a promise of one, from another scope, adapter or model",
+    "resurrected": "claims come back after their end, or outlive it",
+    "over-promise": "more is promised than the events that arrived say",
+    "leak": "something is still booked when every request is over",
+    "endings": "a request ends never, twice, or with half an answer that counts as whole",
+    "unexplained-error": "a request fails though an engine that could serve it was there",
+    "convergence": "the directory is not what it should be a stated time after healing",
+    "bounds": "more is kept than the limits allow, or more than what is held needs",
+    "crash": "production code raised",
+}
+
+#: A batch that arrived, or word of a restart, counts at the latest after this: three replays that
+#: get no answer, the waits between them (`core.sequence.Limits`), a look, and a stall of the loop.
+LAG_S = 45.0
+#: An engine that comes back is taken up again after two good looks.
+BACK_S = 6.0
+VIOLATIONS_MAX = 20  # of one run
+TRACE_MAX = 60
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """``at``: seconds of virtual time. The first few of a run are kept."""
+
+    kind: str
+    at: float
+    what: str
+
+
+class Checkers:
+    """Watches one world from its first event on: what it has to be told is in the methods."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.violations: list[Violation] = []
+        self.found: Counter[str] = Counter()
+        self.trace: deque[str] = deque(maxlen=TRACE_MAX)
+        self.say: Callable[[str], None] | None = None
+        self.promises = 0  # promises above 0 that were compared with the truth
+        self.tokens = 0  # tokens of answers that were compared
+        self.outcomes: dict[str, Outcome] = {}
+        self.declined: set[tuple[str, str]] = set()  # (request, engine)
+        self.witnesses: dict[str, Witness] = {}
+        self._clock = clock
+        self._asks: dict[str, Ask] = {}
+        self._lives: dict[str, list[Life]] = {}
+        self._told: dict[str, list[tuple[float, int]]] = {}  # engine → when word of a life came
+        self._runs: dict[Publisher, Run] = {}
+        self._fingerprints: dict[Publisher, bytes] = {}
+        self._batches: dict[int, tuple[Life, Batch]] = {}  # by identity of the events
+        self._prompts: dict[tuple[str, str], Prompt] = {}  # (request, layout) →
+        self._answers: dict[tuple[str, str], list[int]] = {}
+        self._layouts: dict[str, dict[str, Layout]] = {}  # engine → digest → layout
+
+    def report(self, kind: str, what: str) -> None:
+        """A violation."""
+        self.found[kind] += 1
+        self.note(f"VIOLATION {kind}: {what}")
+        if len(self.violations) < VIOLATIONS_MAX:
+            self.violations.append(Violation(kind, self._clock(), what))
+
+    def note(self, what: str) -> None:
+        """For the trace of a failing seed."""
+        line = f"{self._clock():9.3f} s  {what}"
+        self.trace.append(line)
+        if self.say is not None:
+            self.say(line)
+
+    def will_ask(self, ask: Ask) -> None:
+        """A request that is going to be sent."""
+        self._asks[ask.id] = ask
+
+    def make_model(self, engine: str, layout: Layout) -> Witness:
+        """An engine's memory for one life."""
+        self._layouts.setdefault(engine, {})[layout.digest()] = layout
+        witness = self.witnesses[engine] = Witness(engine, layout, self.report)
+        return witness
+
+    # -- engines --------------------------------------------------------------------------------
+
+    def admitted(
+        self, engine: SimEngine, arrive: Arrive, admitted: Admitted, waited_s: float
+    ) -> None:
+        """See `EngineWatcher`."""
+        tokens = len(arrive.tokens) // 4
+        self.note(f"{engine.name} admits {arrive.id}: {admitted.cached_tokens} of {tokens} cached")
+
+    def published(self, engine: SimEngine, batch: Batch) -> None:
+        """See `EngineWatcher`."""
+        lives = self._lives.setdefault(engine.name, [])
+        if not lives or lives[-1].number != engine.life:
+            lives.append(Life(engine.life, engine.layout))
+        lives[-1].publish(batch)
+        self._batches[id(batch.events)] = lives[-1], batch
+
+    # -- the gateway ----------------------------------------------------------------------------
+
+    def saw(self, source: str, message: Message) -> None:
+        """A message that reaches the gateway."""
+        match message:
+            case Events(batch):
+                life, _ = self._batches[id(batch.events)]
+                life.reached(batch.seq, self._clock())
+                self._word(source, life.number)
+            case Pulse():
+                self._word(source, message.life)
+            case Declined(id_, _, busy) if busy:
+                self.declined.add((id_, source))
+            case Answers():
+                self._compare(source, message)
+
+    def _word(self, engine: str, life: int) -> None:
+        told = self._told.setdefault(engine, [])
+        if not told or life > told[-1][1]:
+            told.append((self._clock(), life))
+
+    def _compare(self, source: str, message: Answers) -> None:
+        for produced in message.produced:
+            ask = self._asks.get(produced.id)
+            if ask is None:
+                continue
+            at = produced.index + produced.count - 1
+            self.tokens += 1
+            if not any(
+                produced.token == self._answer(ask, layout)[at]
+                for layout in self._layouts[source].values()
+            ):
+                self.report("wrong-bytes", f"{ask.id}: token {at} from {source} is a wrong one")
+
+    def _answer(self, ask: Ask, layout: Layout) -> list[int]:
+        place = (ask.id, layout.digest())
+        if place not in self._answers:
+            self._answers[place] = answer(layout, ask.tokens, ask.adapter, ask.output_tokens)
+        return self._answers[place]
+
+    def decided(self, inquiry: Inquiry, decision: Decision) -> None:
+        """See `GatewayWatcher`: every promise that it rests on must be true, or lag no further
+        than is stated."""
+        plans = [f"{plan.publisher} {plan.resume_tokens}" for plan in decision.plans]
+        self.note(f"{inquiry.id} is routed: {', '.join(plans)}")
+        ask = self._asks[inquiry.id]
+        for plan in decision.plans:
+            if plan.resume_tokens:
+                self._judge(ask, plan.publisher, plan.resume_tokens)
+
+    def waited(self, gaps_s: Sequence[float], count: int) -> None:
+        """See `GatewayWatcher`."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """See `GatewayWatcher`."""
+        self.note(f"{outcome.id} ends on {outcome.tried[-1:]}: {outcome.fault or 'answered'}")
+        self.outcomes[outcome.id] = outcome
+
+    # -- the dispatcher ---------------------------------------------------------------------------
+
+    def tap(self, now: float, event: Input, answered: Decision | None) -> None:
+        """See `kvatlas.core.dispatch.Tap`."""
+        match event:
+            case Apply(publisher, events):
+                self._applied(publisher, events)
+            case Reset(publisher):
+                self.note(f"the claims of {publisher} go")
+                self._runs[publisher] = Run()
+            case Join(publisher, _, fingerprint):
+                if self._fingerprints.get(publisher) != fingerprint:
+                    self._fingerprints[publisher] = fingerprint
+                    self._runs[publisher] = Run()
+
+    def _applied(self, publisher: Publisher, events: tuple[Event, ...]) -> None:
+        run = self._runs.setdefault(publisher, Run())
+        known = self._batches.get(id(events))
+        if known is None:
+            self.report("resurrected", f"{publisher}: events are applied that nobody published")
+            run.held.apply(events)
+            return
+        life, batch = known
+        self.note(f"{publisher}: batch {batch.seq} of life {life.number} is applied")
+        if run.life is None:
+            run.life, run.first = life, batch.seq
+        elif life is not run.life:
+            self.report(
+                "resurrected",
+                f"{publisher}: batch {batch.seq} of life {life.number} is applied on top of "
+                f"life {run.life.number}",
+            )
+            run.life = life
+        elif batch.seq != run.last + 1:
+            self.report(
+                "resurrected",
+                f"{publisher}: batch {batch.seq} is applied after batch {run.last}",
+            )
+        run.last = batch.seq
+        run.held.apply(batch.events)
+
+    # -- promises ---------------------------------------------------------------------------------
+
+    def prompt(self, ask: Ask, layout: Layout) -> Prompt:
+        """The keys of a request in an engine of this layout."""
+        place = (ask.id, layout.digest())
+        if place not in self._prompts:
+            self._prompts[place] = Prompt(layout, ask.tokens, ask.scope, ask.adapter)
+        return self._prompts[place]
+
+    def _judge(self, ask: Ask, publisher: Publisher, promised: int) -> None:
+        self.promises += 1
+        run = self._runs.get(publisher)
+        if run is None or run.life is None:
+            self.report("resurrected", f"{ask.id}: {publisher} promises {promised} of no claims")
+            return
+        true = run.held.resume(self.prompt(ask, run.life.layout))
+        if promised > true:
+            self.report(
+                self.kind_of(ask, publisher, promised),
+                f"{ask.id} of ({ask.scope!r}, {ask.adapter!r}): {publisher} promises {promised} "
+                f"tokens, what was applied of its events gives {true}",
+            )
+        self._judge_age(ask, publisher, run.life, run.last)
+
+    def kind_of(self, ask: Ask, publisher: Publisher, promised: int) -> str:
+        """Which class a promise belongs to that is not true (any more)."""
+        engine, lives = publisher.worker, self._lives.get(publisher.worker, [])
+        for life in lives:  # was it true at any time?
+            if life.ever.resume(self.prompt(ask, life.layout)) >= promised:
+                return "resurrected"
+        places = sorted({(each.scope, each.adapter) for each in self._asks.values()})
+        for layout in self._layouts[engine].values():
+            prompts = [Prompt(layout, ask.tokens, *place) for place in places]
+            for each in self._lives.values():
+                if any(life.ever.resume(p) >= promised for life in each for p in prompts):
+                    return "cross-scope"
+        return "over-promise"
+
+    def _judge_age(self, ask: Ask, publisher: Publisher, life: Life, last: int) -> None:
+        """What a promise rests on must not be older than is stated."""
+        then = self._clock() - LAG_S
+        newer = [number for at, number in self._told[publisher.worker] if at <= then]
+        if newer and newer[-1] > life.number:
+            self.report(
+                "resurrected",
+                f"{ask.id}: {publisher} promises by life {life.number}; that it lives its "
+                f"{newer[-1]}. is known for more than {LAG_S:g} s",
+            )
+        elif last < (known := life.known_at(then)):
+            self.report(
+                "resurrected",
+                f"{ask.id}: {publisher} promises by batch {last}; batch {known} came more than "
+                f"{LAG_S:g} s ago",
+            )

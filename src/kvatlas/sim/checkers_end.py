@@ -1,0 +1,132 @@
+"""What must hold when everything is healed, over and at rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvatlas.core.directory import Directory
+from kvatlas.core.dispatch import Finished, Question
+from kvatlas.core.keys import PUBLIC, Scope
+from kvatlas.core.router import Plan
+from kvatlas.sim.checkers import BACK_S, Checkers
+from kvatlas.sim.faults import Ask
+from kvatlas.sim.faults_world import FaultWorld
+from kvatlas.sim.gateway import Outcome
+
+_NO_ENGINE = ("the engine broke off", "the engine fell silent")
+
+
+def check_endings(checkers: Checkers, world: FaultWorld, asks: Iterable[Ask]) -> None:
+    """Every request ended once, with its whole answer or an error that an outage explains."""
+    for ask in asks:
+        outcome, told = checkers.outcomes.get(ask.id), world.ends[ask.id]
+        if outcome is None or told != 1:
+            checkers.report("endings", f"{ask.id}: its client was told {told} times how it ended")
+        elif outcome.fault:
+            _check_fault(checkers, world, outcome)
+        elif outcome.output_tokens != ask.output_tokens:
+            checkers.report(
+                "endings",
+                f"{ask.id}: counts as answered with {outcome.output_tokens} of "
+                f"{ask.output_tokens} tokens",
+            )
+        if outcome is not None and outcome.cached_tokens >= outcome.prompt_tokens:
+            checkers.report("endings", f"{ask.id}: more is reported as cached than the prompt has")
+
+
+def _check_fault(checkers: Checkers, world: FaultWorld, outcome: Outcome) -> None:
+    start, end = outcome.arrived_at, outcome.ended_at
+    if outcome.fault == "the client left":
+        if outcome.id not in world.left:
+            checkers.report("unexplained-error", f"{outcome.id}: {outcome.fault}, it is said")
+        return
+    if outcome.fault in _NO_ENGINE:
+        if not world.outages.touched(outcome.tried[-1], start, end):
+            checkers.report("unexplained-error", f"{outcome.id}: {outcome.fault}, and it did not")
+        return
+    for name in world.engines:
+        if (outcome.id, name) in checkers.declined:
+            continue
+        if not world.outages.touched(name, start - BACK_S, end):
+            checkers.report(
+                "unexplained-error",
+                f"{outcome.id} fails ({outcome.fault}) after {', '.join(outcome.tried) or 'none'}; "
+                f"{name} was there",
+            )
+
+
+def check_rest(checkers: Checkers, world: FaultWorld, asks: Iterable[Ask]) -> None:
+    """Nothing is booked any more, in the router, the dispatcher and the engines."""
+    dispatcher, leak = world.dispatcher, "leak"
+    for publisher, count in dispatcher.router.in_flight().items():
+        if count:
+            checkers.report(leak, f"the router counts {count} requests on {publisher}")
+    for ask in asks:
+        for engine in world.engines.values():
+            if dispatcher.plan(ask.id, engine.publisher) is not None:
+                checkers.report(leak, f"{ask.id} is over and its decision is still pending")
+                break
+    for name, engine in world.engines.items():
+        model, witness = engine.model, checkers.witnesses[name]
+        if model.running or model.waiting or witness.active:
+            checkers.report(leak, f"{name} still works on {model.running + model.waiting} requests")
+        if model.free_share != 1.0:
+            checkers.report(leak, f"{name}: blocks are in use by nobody")
+
+
+def check_promises(checkers: Checkers, world: FaultWorld, asks: Iterable[Ask]) -> None:
+    """For every prompt and engine: the promise is what the engine's own pool would give, nothing
+    is expected to come, nobody waits."""
+    exact = world.scenario.directory.holders_max >= 1_000_000
+    for ask in asks:
+        for plan in plans(world, ask):
+            engine = world.engines[plan.publisher.worker]
+            pool = engine.model.pool
+            holding = pool.open(ask.tokens, salt=ask.scope, adapter=ask.adapter)
+            true = pool.lookup(holding).tokens
+            what = (
+                f"{ask.id} of ({ask.scope!r}, {ask.adapter!r}): {plan.publisher} promises "
+                f"{plan.resume_tokens} tokens, its pool gives {true}"
+            )
+            if plan.resume_tokens > true:
+                checkers.report(checkers.kind_of(ask, plan.publisher, plan.resume_tokens), what)
+            elif exact and plan.resume_tokens < true:
+                checkers.report("convergence", what)
+            if plan.expected_tokens != plan.resume_tokens:
+                checkers.report("leak", f"{ask.id}: {plan.publisher} is expected to compute it")
+            if plan.in_flight or plan.price.wait_s > 1e-6:
+                checkers.report(
+                    "leak",
+                    f"{plan.publisher}: {plan.in_flight} requests and {plan.price.wait_s:.3f} s "
+                    "are counted as waiting where nobody is",
+                )
+
+
+def plans(world: FaultWorld, ask: Ask) -> tuple[Plan, ...]:
+    """What the core would decide now for such a request; it is not sent."""
+    dispatcher, now = world.dispatcher, world.loop.now
+    scope = Scope("tenant", ask.scope) if ask.scope else PUBLIC
+    among = tuple((engine.publisher, ask.adapter) for engine in world.engines.values())
+    decision = dispatcher.handle(Question("check", among, ask.tokens, scope), now)
+    assert decision is not None
+    dispatcher.handle(Finished(decision.id, among[0][0], False), now)
+    return decision.plans
+
+
+def check_convergence(checkers: Checkers, world: FaultWorld) -> None:
+    """The directory is what a new one would be that heard each engine's whole present history."""
+    limits = world.scenario.directory
+    directory = world.dispatcher.directory
+    if directory.holders > limits.holders_max:
+        checkers.report("bounds", f"{directory.holders} holders, {limits.holders_max} are allowed")
+    fresh = Directory(world.keyring)
+    for engine in world.engines.values():
+        publisher = engine.publisher
+        count = directory.holders_of(publisher)
+        if count > limits.holders_per_publisher_max:
+            checkers.report("bounds", f"{publisher} has {count} holders, more than is allowed")
+        fresh.register(publisher, engine.layout, engine.identity)
+        for batch in engine.history:
+            fresh.apply(publisher, batch.events)
+    if limits.holders_max >= 1_000_000 and fresh.digest() != directory.digest():
+        checkers.report("convergence", f"holders: {directory.holders}, should be {fresh.holders}")
