@@ -1,6 +1,6 @@
 """Installs real inference engines, CPU builds, each into an environment of its own beside ours.
 
-``python tests/engines/install.py vllm sglang``: quiet, does nothing where all is there, tries
+``python tests/engines/install.py vllm nixl sglang``: quiet, does nothing where all is there, tries
 twice, and prints the end of its log when that was not enough. The tests marked ``engine`` use them.
 """
 
@@ -19,12 +19,13 @@ ATTEMPTS = 2
 TIMEOUT_S = 1500
 
 SGLANG = "sglang==0.5.23"
+NIXL = ("nixl-cu12==1.5.1", "nixl==1.5.1")  # vLLM's transport between P and D; needs no CUDA
 SGLANG_NEEDS = Path(__file__).with_name("sglang-requirements.txt")
 
 
 def venv_of(engine: str) -> Path:
     """Where an engine's environment is, installed or not."""
-    return REPO / f".venv-{engine}"
+    return REPO / f".venv-{'vllm' if engine == 'nixl' else engine}"
 
 
 def missing(engine: str) -> str:
@@ -33,7 +34,8 @@ def missing(engine: str) -> str:
     if engine == "vllm":
         there = vllm_cpu.installed(venv)
     else:
-        there = any(venv.glob(f"lib/python3*/site-packages/{SGLANG.replace('==', '-')}.dist-info"))
+        package = (SGLANG if engine == "sglang" else NIXL[-1]).replace("==", "-")
+        there = any(venv.glob(f"lib/python3*/site-packages/{package}.dist-info"))
     return "" if there else f"{venv.name} is not there: run tests/engines/install.py {engine}"
 
 
@@ -47,6 +49,9 @@ def commands(engine: str) -> Iterator[list[str]]:
     if not (venv / "bin" / "python").exists():
         yield [sys.executable, "-m", "venv", str(venv)]
     pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    if engine == "nixl":
+        yield [*pip, "install", "-q", "--no-deps", *NIXL]
+        return
     yield [*pip, "install", "-q", "-r", str(SGLANG_NEEDS)]
     # Last, because its presence says that everything is there.
     yield [*pip, "install", "-q", "--no-deps", "compressed_tensors", SGLANG]
@@ -86,9 +91,9 @@ def _run(command: list[str], log: object) -> bool:
 
 
 def main(engines: list[str]) -> int:
-    unknown = set(engines) - {"vllm", "sglang"}
+    unknown = set(engines) - {"vllm", "nixl", "sglang"}
     if unknown or not engines:
-        print("usage: install.py vllm|sglang ...")
+        print("usage: install.py vllm|nixl|sglang ...")
         return 2
     results = [install(engine) for engine in engines]
     return 0 if all(results) else 1

@@ -2,11 +2,12 @@
 
 ``vllm_greedy.py JOB RESULTS``: reads the JSON file JOB and appends JSON lines to RESULTS: what
 computes here, then one line per finished run. The job holds ``model`` (a directory), ``settings``
-(arguments of ``LLM``), ``store`` and ``parts`` (see `vllm_probe`), ``seed_weights`` (make up
-weights), ``tokens`` to decode, ``logprobs`` per token, ``reference`` (lines of an earlier process,
-by id) and ``runs``: objects with ``id``, ``prompt`` (a list of ids), ``params`` (the probe's
-wishes), ``forget`` (drop the engine's own prefix cache first), and ``like`` (the id of a run that
-this one is compared with; "" for none). A run ends at its first difference.
+(arguments of ``LLM``), ``store`` and ``parts`` (see `vllm_probe`), ``beside`` (settings of further
+connectors, where there are any), ``seed_weights`` (make up weights), ``tokens`` to decode,
+``logprobs`` per token, ``reference`` (lines of an earlier process, by id) and ``runs``: objects
+with ``id``, ``prompt`` (a list of ids), ``params`` (the probe's wishes), ``forget`` (drop the
+engine's own prefix cache first), ``like`` (the id of a run that this one is compared with; "" for
+none) and maybe ``tokens`` of their own. A run ends at its first difference.
 
 One process, one thread, no compilation: the same input gives the same bits.
 """
@@ -61,18 +62,24 @@ def start(job: dict[str, Any]) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[PROBE] = module  # the engine imports it by this name
     spec.loader.exec_module(module)
+    probe = {
+        "kv_connector": "ProbeConnector",
+        "kv_connector_module_path": PROBE,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": job["store"], "parts": job["parts"]},
+    }
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [probe, *job.get("beside", ())]},
+    }
     return LLM(
         job["model"],
         skip_tokenizer_init=True,
         enforce_eager=True,
         disable_log_stats=True,
         seed=0,
-        kv_transfer_config={
-            "kv_connector": "ProbeConnector",
-            "kv_connector_module_path": PROBE,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"store": job["store"], "parts": job["parts"]},
-        },
+        kv_transfer_config=several if job.get("beside") else probe,
         **job["settings"],
     )
 
@@ -85,7 +92,7 @@ def answer(
 
     params = SamplingParams(
         temperature=0,
-        max_tokens=job["tokens"],
+        max_tokens=run.get("tokens", job["tokens"]),
         ignore_eos=True,
         detokenize=False,
         logprobs=job["logprobs"],
@@ -100,6 +107,8 @@ def answer(
             told = output.outputs[0]
             new = range(len(result["tokens"]), len(told.token_ids))
             result["cached_tokens"] = output.num_cached_tokens
+            if output.kv_transfer_params:
+                result["handed_over"] = output.kv_transfer_params
             result["tokens"] += [int(told.token_ids[i]) for i in new]
             result["logprobs"] += [
                 [[token, entry.logprob] for token, entry in sorted(told.logprobs[i].items())]
