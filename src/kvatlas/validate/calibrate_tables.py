@@ -306,11 +306,10 @@ def estimate(row: Row, profile: Device, loop: Loop) -> tuple[float, float]:
     prompt, output = row.prompt_tokens, row.output_tokens
     context = prompt + output // 2
     running = max(1, min(round(clients), int(_room_tokens(row, spec, layout) / (prompt + output))))
-    others = [(context, context + 1)] * (running - 1)
-    decode = time.seconds([*others, (context, context + 1)])
+    decode = time.alike(context, running)
     whole = 0.0  # steps that carry one prompt, those of the others with it
     for start in range(0, prompt, STEP_TOKENS):
-        whole += time.seconds([*others, (start, min(prompt, start + STEP_TOKENS))])
+        whole += time.alike(context, running - 1, (start, min(prompt, start + STEP_TOKENS)))
     added = whole - decode * -(-prompt // STEP_TOKENS)
     tpot = decode + (running - 1) * max(added, 0.0) / output
     together = max(1, STEP_TOKENS // prompt)

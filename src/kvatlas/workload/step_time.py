@@ -129,8 +129,22 @@ class StepTime:
         for start, end in work:
             tokens += end - start
             attention += self._attention(start, end)
-        seconds = self._linear(tokens, len(work)) + attention + tokens * self._token_s
-        return (seconds + self._step_s + len(work) * self._request_s) * self._scale
+        return self._total(tokens, len(work), attention)
+
+    def alike(self, start: int, count: int, chunk: tuple[int, int] | None = None) -> float:
+        """`seconds` of a step in which ``count`` requests compute one token behind ``start``
+        others each, and perhaps one more computes ``chunk`` of its prompt."""
+        if self._prefill_rate is not None or count + bool(chunk) < 1:
+            return self.seconds([*[(start, start + 1)] * count, *([chunk] if chunk else [])])
+        attention = count * self._attention(start, start + 1) if count else 0.0
+        if chunk is None:
+            return self._total(count, count, attention)
+        attention += self._attention(*chunk)
+        return self._total(count + chunk[1] - chunk[0], count + 1, attention)
+
+    def _total(self, tokens: int, requests: int, attention: float) -> float:
+        seconds = self._linear(tokens, requests) + attention + tokens * self._token_s
+        return (seconds + self._step_s + requests * self._request_s) * self._scale
 
     def run(self, starts: Sequence[int], steps: int) -> list[float]:
         """`seconds` of each of ``steps`` steps in a row in which every request computes one token
