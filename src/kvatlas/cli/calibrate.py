@@ -41,7 +41,7 @@ examples:
 """
 
 
-_WIDTH = 120  # of a table that goes to a file
+_WIDTH = 132  # of a table that goes to a file
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -159,17 +159,17 @@ def _width() -> int | None:
 
 
 def _signed(error: Error) -> str:
-    return f"{error.value:+.1%} ({error.low:+.1%} {error.high:+.1%})"
+    return f"{100 * error.value:+.1f} ({100 * error.low:+.1f} {100 * error.high:+.1f})"
 
 
 def _absolute(error: Error) -> str:
-    return f"{error.value:.1%} ({error.low:.1%} {error.high:.1%})"
+    return f"{100 * error.value:.1f} ({100 * error.low:.1f} {100 * error.high:.1f})"
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in left:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name)
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     return table
@@ -182,7 +182,7 @@ def show_runs(report: RunReport, console: Console) -> None:
         console.print(f"{device}, first {report.fitted_requests} requests: {told}")
     left = ("device", "part", "parameters of")
     table = _table(
-        "model over measured, less 1 (5 to 95 % of resamples)",
+        "error of the model in % of the measured (5 to 95 % of resamples)",
         left,
         ("measured", "mean", "median", "p90"),
     )
@@ -208,7 +208,7 @@ def show_runs(report: RunReport, console: Console) -> None:
 def show_tables(report: TableReport, console: Console) -> None:
     """Median errors in all and by family, and what is left out."""
     table = _table(
-        f"median absolute error, seed {report.seed}, {report.fitted_rows} rows fitted"
+        f"median absolute error in %, seed {report.seed}, {report.fitted_rows} rows fitted"
         " (5 to 95 % of resamples)",
         ("rows",),
         ("n", "settings", "TTFT", "TPOT"),
@@ -223,7 +223,7 @@ def show_tables(report: TableReport, console: Console) -> None:
             _absolute(errors.ttft),
             _absolute(errors.tpot),
         )
-    table.add_row("aiconfigurator 0.12, its own rows", "", "", "45 %", "13 %")
+    table.add_row("aiconfigurator 0.12, its own rows", "", "", "45", "13")
     console.print(table)
     for reason, count in report.left_out.items():
         console.print(f"not judged: {count} rows: {reason}")

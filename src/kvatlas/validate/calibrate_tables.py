@@ -21,7 +21,7 @@ from kvatlas.core.layout import Layout
 from kvatlas.errors import KvatlasError, TraceError
 from kvatlas.workload.device import Device, device
 from kvatlas.workload.models import load_config, load_layout
-from kvatlas.workload.shape import shape_of
+from kvatlas.workload.shape import shape_of, width_bytes
 from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.step_time import StepTime
 
@@ -159,6 +159,8 @@ def _silicon(line: int, fields: Mapping[str, str]) -> Row:
         raise _LeftOut(f"{name}: its architecture is not described")
     if system not in SYSTEMS:
         raise ValueError(f"system {system!r} is unknown: use one of {', '.join(SYSTEMS)}")
+    precision = fields["precision"] or "bf16"
+    width_bytes(precision)
     if fields["mode"] != "agg":
         raise _LeftOut("prefill and decode apart: one engine is modelled")
     devices, ranks = _arrangement(fields)
@@ -171,7 +173,7 @@ def _silicon(line: int, fields: Mapping[str, str]) -> Row:
         model=MODELS[name],
         device=SYSTEMS[system],
         engine=fields["backend"],
-        precision=fields["precision"] or "bf16",
+        precision=precision,
         devices=devices,
         ranks=ranks,
         prompt_tokens=lengths[0],
@@ -207,6 +209,7 @@ def _cookbook(line: int, fields: Mapping[str, str]) -> Row:
     for name, known in (("hw", SYSTEMS), ("variant", MODELS)):
         if fields[name] not in known:
             raise ValueError(f"{name} {fields[name]!r} is unknown: use one of {', '.join(known)}")
+    width_bytes(fields["quant"])
     if fields["strategy"] == "low-latency":
         raise _LeftOut("speculative decoding is not modelled")
     # Attention is data-parallel in the rows that are left.
