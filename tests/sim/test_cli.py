@@ -1,0 +1,110 @@
+"""``kvatlas sim`` as its user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sim_kit import BLOCK, chats
+
+from kvatlas.cli.main import main
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {
+            "timestamp": round(r.arrival_s * 1000),
+            "input_length": r.input_tokens,
+            "output_length": r.output_tokens,
+            "hash_ids": r.hash_ids,
+        }
+        for r in chats(60)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_report_for_people_and_one_for_machines(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, lines = tmp_path / "out.json", tmp_path / "requests.jsonl"
+    argv = ["sim", "--trace", str(trace), "--engines", "2", "--json", str(out)]
+    assert main([*argv, "--export", str(lines), "--slo-ttft-s", "5"]) == 0
+    told = capsys.readouterr()
+    assert "60 of 60" in told.out
+    assert "engine-1" in told.out
+    assert "60/60" in told.err
+    report = json.loads(out.read_text())
+    tokens = report["tokens"]
+    assert sum(tokens["hits"].values()) + tokens["recomputed"] == tokens["prompt"]
+    assert report["latency"]["ttft_s"]["count"] == 60
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert sorted(int(row["id"]) for row in rows) == list(range(60))
+    assert sum(row["cached_tokens"] for row in rows) == sum(tokens["hits"].values())
+
+
+def test_json_alone_on_stdout(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["sim", "--trace", str(trace), "--limit", "5", "--json", "-", "--quiet"]
+    assert main([*argv, "--policy", "round_robin"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["policy"] == "round_robin"
+    assert told.err == ""
+
+
+@pytest.mark.parametrize(
+    ("extra", "what"),
+    [
+        (["--limit", "0"], "--limit 0"),
+        (["--max-output", "-1"], "--max-output -1"),
+        (["--time-scale", "nan"], "--time-scale nan"),
+        (["--time-scale", "-1"], "--time-scale -1"),
+        (["--slo-ttft-s", "-1"], "--slo-ttft-s -1"),
+        (["--engines", "0"], "--engines 0"),
+        (["--cluster", "no.toml"], "cannot be read"),
+        (["--cluster", "no.toml", "--engines", "2"], "--engines"),
+        (["--json", "/nowhere/x.json"], "cannot be written"),
+        (["--export", "/nowhere/x.jsonl"], "cannot be written"),
+        (["--block-tokens", "100"], "block size"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    trace: Path, extra: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", "--trace", str(trace), "--quiet", *extra]) == 2
+    told = capsys.readouterr().err
+    assert what in told
+    assert told.count("\n") == 1
+
+
+def test_a_damaged_trace_is_found_before_anything_runs(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace.write_text(trace.read_text() + '{"timestamp": 1, "input_length": -5}\n')
+    assert main(["sim", "--trace", str(trace), "--quiet"]) == 2
+    assert f"{trace}:61: " in capsys.readouterr().err
+
+
+def test_requests_that_fit_nowhere_are_counted_and_exit_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, cluster = tmp_path / "t.jsonl", tmp_path / "c.toml"
+    huge = {
+        "timestamp": 0,
+        "input_length": 40 * BLOCK,
+        "output_length": 1,
+        "hash_ids": list(range(40)),
+    }
+    small = {"timestamp": 5, "input_length": BLOCK, "output_length": 1, "hash_ids": [0]}
+    trace.write_text(json.dumps(huge) + "\n" + json.dumps(small) + "\n")
+    cluster.write_text(
+        '[[engine]]\nmodel = "512"\nblocks = 20\n'
+        "prefill_tokens_per_s = 8000\ndecode_step_s = 0.02\n"
+    )
+    argv = ["sim", "--trace", str(trace), "--cluster", str(cluster), "--quiet"]
+    assert main(argv) == 1
+    told = capsys.readouterr().out
+    assert "1 of 2" in told
+    assert "need more than all 20 blocks of the pool" in told
