@@ -19,7 +19,7 @@ from typing import Any
 import kvatlas
 from benchmarks.peers import ROOT
 
-NAMES = ("decision", "directory", "tokenize", "second_turn", "gateway")
+NAMES = ("decision", "directory", "tokenize", "second_turn", "gateway", "hit_rate")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -141,7 +141,6 @@ class Ledger:
         Raises LedgerError where the size is no whole number of bytes above zero, or a time is
         no number.
         """
-        now = self._at(now)
         size_bytes = facts.size_bytes
         if not isinstance(size_bytes, int) or size_bytes <= 0:
             raise LedgerError(
@@ -149,6 +148,7 @@ class Ledger:
             )
         if math.isnan(until) or (ttl_s is not None and not ttl_s > 0):
             raise LedgerError(f"reserve {key!r}: until {until} and ttl_s {ttl_s} must be times")
+        self._at(now)
         refusal = self._refuse(key, size_bytes, tenant)
         if refusal is not None:
             self.refused[refusal.why] += 1
@@ -223,9 +223,9 @@ class Ledger:
     def lease(self, key: Key, until: float, now: float, *, owner: str = "") -> Lease | None:
         """A right to find an entry until a deadline; None: it is not here, or there are too many
         leases (counted as refused). Raises LedgerError when the deadline is no number."""
-        self._at(now)
         if not math.isfinite(until):
             raise LedgerError(f"lease {key!r}: until is {until}: a lease must end")
+        self._at(now)
         entry = self.peek(key)
         if entry is None:
             return None
@@ -271,9 +271,9 @@ class Ledger:
         Each stays readable and counted until `end_eviction` or `keep`. What is pinned, leased
         or leaving is passed over; where that is not enough the list is shorter.
         """
-        now = self._at(now)
         if need_bytes < 0:
             raise LedgerError(f"need_bytes is {need_bytes}: it cannot be negative")
+        now = self._at(now)
         if tenant is None:
             coming = self._books.leaving + self._books.doomed
             short = max(need_bytes - self.free_bytes - coming, self.over_bytes())
