@@ -169,7 +169,9 @@ class PoolMachine(RuleBasedStateMachine):
             for key, ids in found.items():
                 assert len(ids) == len(set(ids))
                 for block in ids:
-                    assert pool.blocks.keys[block] == (group, key) or key in pool.blocks.aliases[block]
+                    assert (
+                        pool.blocks.keys[block] == (group, key) or key in pool.blocks.aliases[block]
+                    )
         for held in (h.held[s.index] for h, _ in self.live for s in pool.slots):
             assert [i for i, _ in held] == sorted({i for i, _ in held})
 

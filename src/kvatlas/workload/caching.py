@@ -48,6 +48,8 @@ class Caching:
             if loaded:
                 named = holding.named
                 kept = [index for index in kept if (slot.index, index) in named]
+            if unfilled := holding.unfilled:
+                kept = [index for index in kept if (slot.index, index) not in unfilled]
             keys = self._add(slot, holding, kept) if kept else ()
             if self._blocks.publish:
                 if shared is None or first * size != start:

@@ -257,8 +257,11 @@ class Engine:
         if request.aborted:
             del self._apart[event.id]
             self._scheduler.drop(request)
+            if self._model is not None:
+                self._model.release(event.id)
         else:
             request.loaded = max(0, min(event.tokens, request.load_end))
+            request.holding.unfilled.update([(ref.group, ref.index) for ref in event.unfilled])
 
     def _handed_off(self, id: str) -> None:
         request = self._apart.get(id)

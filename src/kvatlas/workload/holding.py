@@ -34,6 +34,18 @@ def unroll(layout: Layout) -> tuple[Slot, ...]:
     )
 
 
+def resumed_blocks(layout: Layout, slot: Slot, *, minimal: bool) -> int | None:
+    """Blocks of a slot that end at a resume position and are read there; None: all of them.
+
+    ``minimal``: as few as `Component.least_blocks` says.
+    """
+    if not minimal or slot.need is None:
+        return slot.need
+    parts = [c for c in layout.components if c.group == slot.group.name]
+    counts = [c.window_blocks(minimal=True) for c in parts]
+    return max((slot.need if n is None else n for n in counts), default=slot.need)
+
+
 class Hit(msgspec.Struct, frozen=True):
     """What a lookup found. ``junction``: the longer prefix that only the chain still holds."""
 
@@ -53,7 +65,7 @@ class Holding:
 
     __slots__ = (
         *("absent", "cached", "first", "fresh", "held", "junction", "keys", "later", "named"),
-        *("prompt", "quiet_from", "room", "size", "tokens", "total"),
+        *("prompt", "quiet_from", "room", "size", "tokens", "total", "unfilled"),
     )
 
     def __init__(self, slots: int, keys: PromptKeys) -> None:
@@ -68,6 +80,7 @@ class Holding:
         self.total = [0] * slots  # blocks allocated so far, those that left included
         self.absent = [0] * slots  # blocks before this were not offered to the cache by this one
         self.named: dict[tuple[int, int], int] = {}  # (slot, index) -> block to load, unkeyed
+        self.unfilled: set[tuple[int, int]] = set()  # (slot, index): never to be found
         self.held: list[list[tuple[int, int]]] = [[] for _ in range(slots)]  # (index, block id)
         self.fresh: list[BlockRef] = []  # became findable since the last `take_fresh`
         self.room = 0  # tokens that fit without another block

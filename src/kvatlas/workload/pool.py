@@ -14,7 +14,7 @@ from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError
 from kvatlas.workload.blocks import Blocks
 from kvatlas.workload.caching import Caching
-from kvatlas.workload.holding import Hit, Holding, Slot, unroll
+from kvatlas.workload.holding import Hit, Holding, Slot, resumed_blocks, unroll
 from kvatlas.workload.prompt_keys import PromptKeys, key_step
 from kvatlas.workload.protocol import BlockRef
 
@@ -85,7 +85,8 @@ class Pool:
         self.geometry = [(s.index, s.block_tokens, s.window_tokens) for s in self.slots]
         self._chains = [s for s in self.slots if s.chain and s.group.required]
         self._windows = [s for s in self.slots if not s.chain and s.group.required]
-        self._filled = [_filled(layout, s, minimal=minimal) for s in self.slots]
+        self._minimal = minimal
+        self._filled = [resumed_blocks(layout, s, minimal=minimal) for s in self.slots]
         self.blocks = Blocks(blocks, len(self.slots), publish=publish)
         self._caching = Caching(layout, self.slots, self.blocks, retention)
         self.wanted = 0  # free blocks that the last refused admission asked for
@@ -186,6 +187,7 @@ class Pool:
             holding.total[i] = holding.first[i] = holding.absent[i] = 0
         holding.cached = holding.room = holding.quiet_from = 0
         holding.named.clear()
+        holding.unfilled.clear()
         holding.fresh.clear()
 
     def clear(self) -> bool:
@@ -210,7 +212,7 @@ class Pool:
         for (i, size, _), filled in zip(self.geometry, self._filled, strict=True):
             end = -(-upto // size)
             start = holding.absent[i]
-            if filled is not None and upto % self.grid == 0:
+            if self._minimal and filled is not None and upto % self.grid == 0:
                 start = max(start, end - filled)
             for index in range(start, end):
                 block = self.blocks.name()
@@ -370,12 +372,3 @@ def _window_ends(slot: Slot, position: int) -> range:
     size = slot.block_tokens
     count = position // size if slot.need is None else min(slot.need, position // size)
     return range(position, position - count * size, -size)
-
-
-def _filled(layout: Layout, slot: Slot, *, minimal: bool) -> int | None:
-    """Blocks of a slot that state from outside brings at a grid position; None: all it needs."""
-    if not minimal or slot.need is None:
-        return None
-    parts = [c for c in layout.components if c.group == slot.group.name]
-    counts = [c.window_blocks(minimal=True) for c in parts]
-    return max((slot.need if n is None else n for n in counts), default=slot.need)

@@ -62,10 +62,13 @@ class Loaded(msgspec.Struct, frozen=True):
 
     ``tokens``: position up to which the state is there; less than was asked for after a failure.
     The request resumes at the deepest position that is complete with it and computes the rest.
+    ``unfilled``: blocks of windows that no resume there reads and that did not come (what the
+    other side had loaded minimally itself); they never become findable.
     """
 
     id: str
     tokens: int
+    unfilled: tuple[BlockRef, ...] = ()
 
 
 class Hold(msgspec.Struct, frozen=True):

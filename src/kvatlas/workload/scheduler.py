@@ -154,6 +154,8 @@ class Scheduler:
         self.retry()
 
     def _schedule_waiting(self, budget: int, decided: Round) -> None:
+        if budget > 0 and len(self.running) < self._spec.max_running:
+            self._land_all()
         while budget > 0 and len(self.running) < self._spec.max_running:
             request = self._next()
             if request is None:
@@ -163,8 +165,6 @@ class Scheduler:
                 same = version == self._pool.blocks.version and budget <= before
                 if same and self._pool.free < wanted:
                     return
-            if request.loaded is not None:
-                self._land(request)
             spent = self._admit(request, budget, decided)
             if spent is None:
                 self._refused = (self._pool.blocks.version, budget, self._pool.wanted)
@@ -243,9 +243,21 @@ class Scheduler:
         decided.begun.append((request, Loading(request.arrive.id, hit.tokens, end, due)))
         return True
 
-    def _land(self, request: Request) -> None:
-        """A load is over: count what is complete. With windows that is all of it or nothing, and
-        then, as in vLLM, the request starts again from a lookup, before those who only wait."""
+    def _land_all(self) -> None:
+        """Loads that are over: what is complete becomes findable.
+
+        With windows a load is complete or worth nothing; then, as in vLLM, the request starts
+        again from a lookup. It holds no blocks any more, so it may not stand before those who do
+        (in vLLM it does, and where it finds no room beside them nobody moves again).
+        """
+        over = [r for r in self.fetching.values() if r.loaded is not None]
+        empty = [request for request in over if not self._land(request)]
+        for request in empty:
+            del self.fetching[request.arrive.id]
+        self.waiting.extendleft(reversed(empty))
+
+    def _land(self, request: Request) -> bool:
+        """Count what is complete of one load. Returns whether anything is."""
         assert request.loaded is not None
         position, request.loaded = request.loaded, None
         if position < request.load_end:
@@ -259,3 +271,4 @@ class Scheduler:
             request.landed = True
         else:
             self._pool.release(request.holding)
+        return bool(position)

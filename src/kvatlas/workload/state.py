@@ -20,7 +20,7 @@ from hashlib import blake2b, shake_128
 import msgspec
 
 from kvatlas.core.layout import Layout
-from kvatlas.workload.holding import TOKEN_BYTES, Slot, unroll
+from kvatlas.workload.holding import TOKEN_BYTES, Slot, resumed_blocks, unroll
 from kvatlas.workload.protocol import Admitted, Arrive, BlockRef, Computed
 
 BLOCK_BYTES = 8
@@ -30,13 +30,14 @@ _NOTHING = b"\xff" * BLOCK_BYTES  # what reading a block that was never written 
 class _Lane:
     """The running value of one group for one request."""
 
-    __slots__ = ("ends", "length", "slot", "tag", "value")
+    __slots__ = ("ends", "length", "read", "slot", "tag", "value")
 
-    def __init__(self, slot: Slot, grid: int, seed: bytes) -> None:
+    def __init__(self, slot: Slot, grid: int, seed: bytes, read: int | None) -> None:
         self.slot = slot
         self.tag = slot.index.to_bytes(2, "little") + seed
         self.ends = _ends(slot, grid)
         self.length = 0 if slot.need is None else slot.need * BLOCK_BYTES
+        self.read = 16 if read is None else read * BLOCK_BYTES  # of ``value``, from its end
         self.value = b""
 
     def take(self, block_bytes: bytes) -> None:
@@ -52,7 +53,7 @@ class _Lane:
         ``texts`` digests the step's tokens up to each end of a block.
         """
         text = b"".join([texts[end] for end in self.ends])
-        past = shake_128(self.tag + self.value).digest(len(text))
+        past = shake_128(self.tag + self.value[-self.read :]).digest(len(text))
         mixed = int.from_bytes(text, "little") ^ int.from_bytes(past, "little")
         new = mixed.to_bytes(len(text), "little")
         self.take(new)
@@ -63,6 +64,14 @@ def _ends(slot: Slot, grid: int) -> tuple[int, ...]:
     """Where, in tokens from the start of a grid step, the blocks end that count for a resume."""
     size = slot.block_tokens
     return tuple(range(grid - (slot.group.units(grid) - 1) * size, grid + 1, size))
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A request's whole state after its first ``tokens`` tokens: what a P/D hand-off moves."""
+
+    tokens: int
+    tail: bytes  # token ids since the last grid position
+    values: tuple[bytes, ...]  # of the groups, there
 
 
 class _Sequence:
@@ -79,30 +88,46 @@ class Memory:
     """The bytes of one engine's blocks, by block id, and the requests that work on them.
 
     Implements `kvatlas.workload.protocol.Model`. At most one entry per block of the pool and one
-    sequence per running request. ``vocabulary`` bounds the ids that `token` makes.
+    sequence per running request. ``vocabulary`` bounds the ids that `token` makes. ``minimal``: a
+    model that reads of each window only what `Component.least_blocks` says.
     """
 
-    def __init__(self, layout: Layout, *, vocabulary: int = 32000) -> None:
+    def __init__(self, layout: Layout, *, vocabulary: int = 32000, minimal: bool = False) -> None:
         self._grid = layout.grid_tokens
         self._slots = [s for s in unroll(layout) if s.group.required]
+        self._read_blocks = [resumed_blocks(layout, s, minimal=minimal) for s in self._slots]
         self._ends = sorted({end for slot in self._slots for end in _ends(slot, self._grid)})
         self._vocabulary = vocabulary
         self._bytes: dict[int, bytes] = {}
         self._sequences: dict[str, _Sequence] = {}
+        self._adopted: dict[str, Snapshot] = {}
 
     # Model -------------------------------------------------------------------------------------
 
     def resume(self, request: Arrive, admitted: Admitted) -> None:
         """Start (again) on what the engine found. The blocks are read at the first `compute`."""
         seed = msgspec.json.encode(request.adapter)
-        lanes = [_Lane(slot, self._grid, seed) for slot in self._slots]
-        self._sequences[request.id] = _Sequence(lanes, admitted.cached_tokens, admitted.resumed)
+        lanes = [
+            _Lane(slot, self._grid, seed, read)
+            for slot, read in zip(self._slots, self._read_blocks, strict=True)
+        ]
+        snapshot = self._adopted.pop(request.id, None)
+        if snapshot is None or admitted.cached_tokens < snapshot.tokens - 1:
+            sequence = _Sequence(lanes, admitted.cached_tokens, admitted.resumed)
+        else:  # a hand-off: everything came, the last token is computed once more
+            sequence = _Sequence(lanes, snapshot.tokens // self._grid * self._grid, ())
+            sequence.tail += snapshot.tail
+            for lane, value in zip(lanes, snapshot.values, strict=True):
+                lane.value = value
+        self._sequences[request.id] = sequence
 
     def compute(self, computed: Computed, tokens: bytes) -> None:
         """Advance over ``tokens`` and write the blocks that became findable."""
         sequence = self._sequences[computed.id]
         self._read(sequence)
         size = self._grid * TOKEN_BYTES
+        known = sequence.position + len(sequence.tail) // TOKEN_BYTES
+        tokens = tokens[(known - computed.start) * TOKEN_BYTES :]  # a last token computed again
         if len(sequence.tail) + len(tokens) < size:
             sequence.tail += tokens
             return
@@ -121,6 +146,51 @@ class Memory:
     def release(self, id: str) -> None:
         """Forget the request; its blocks keep their bytes until they are written anew."""
         self._sequences.pop(id, None)
+        self._adopted.pop(id, None)
+
+    # Moving --------------------------------------------------------------------------------------
+
+    def snapshot(self, id: str) -> Snapshot:
+        """All of a running request's state. Raises KeyError for one that is not running."""
+        sequence = self._sequences[id]
+        self._read(sequence)
+        tokens = sequence.position + len(sequence.tail) // TOKEN_BYTES
+        values = tuple([lane.value for lane in sequence.lanes])
+        return Snapshot(tokens, bytes(sequence.tail), values)
+
+    def adopt(
+        self, id: str, snapshot: Snapshot, blocks: tuple[BlockRef, ...]
+    ) -> tuple[BlockRef, ...]:
+        """Go on from there when the request ``id`` is next resumed at the snapshot's end.
+
+        Of its ``blocks`` here, those of windows are filled from it; what chain blocks hold has to
+        be copied (`read`, `write`). Returns the blocks of windows that the other side did not
+        have either.
+        """
+        self._adopted[id] = snapshot
+        unfilled = []
+        end = snapshot.tokens // self._grid * self._grid
+        for number, slot in enumerate(self._slots):
+            value = snapshot.values[number]
+            for ref in blocks:
+                if ref.group == slot.index and slot.need is not None:
+                    behind = (end // slot.block_tokens - ref.index) * BLOCK_BYTES
+                    start = len(value) - behind
+                    if behind <= 0:  # only part of it is there; it is written when it is full
+                        continue
+                    if start < 0:
+                        unfilled.append(ref)
+                    else:
+                        self._bytes[ref.block_id] = value[start : start + BLOCK_BYTES]
+        return tuple(unfilled)
+
+    def read(self, block_id: int) -> bytes:
+        """A block's bytes. Raises KeyError when nothing was written there."""
+        return self._bytes[block_id]
+
+    def write(self, block_id: int, data: bytes) -> None:
+        """Fill a block from outside."""
+        self._bytes[block_id] = data
 
     # Reading and breaking ------------------------------------------------------------------------
 
@@ -133,7 +203,7 @@ class Memory:
         self._read(sequence)
         digest = blake2b(bytes(sequence.tail), digest_size=16)
         for lane in sequence.lanes:
-            digest.update(lane.tag + lane.value)
+            digest.update(lane.tag + lane.value[-lane.read :])
         return digest.digest()
 
     def damage(self, block_id: int) -> None:
