@@ -53,10 +53,14 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DirectoryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Caps in block-holders; beyond them new claims are refused and counted, none is dropped."""
+    """Caps in block-holders; beyond them new claims are refused and counted, none is dropped.
+
+    ``proofs``: a file that ``kvatlas validate exactness --record`` has written, beside ours.
+    """
 
     blocks_max: Positive = 20_000_000
     blocks_per_publisher_max: Positive = 2_000_000
+    proofs: str = ""
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,7 +80,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``layout`` is "auto", a Hugging Face config.json, or a plain block size as text ("32").
     ``dp_ranks`` counts its data-parallel ranks where ``events`` is an address: each rank's port
     is one higher than the one before. With "auto" the engine tells. ``draft`` and
-    ``tensor_parallel`` are for engines that do not tell them (0: not said).
+    ``tensor_parallel`` are for engines that do not tell them (0: not said), and ``device`` is what
+    its kernels run on, as ``kvatlas validate exactness`` names it ("cpu AVX512").
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -89,6 +94,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights_digest: str = ""
     draft: bool = False
     tensor_parallel: Count = 0
+    device: str = ""
     dp_ranks: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import FakeWorker, Product, fresh_tokens, stub_workers
 from stub_publisher import BLOCK, block_tokens, removed, stored
 
 from kvatlas.cli.main import main
+from kvatlas.config import DirectoryConfig, WorkerConfig
+from kvatlas.connectors.stub_api import ENGINE_VERSION
 from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
 from kvatlas.workload.models import load_layout
+from kvatlas.workload.proofs import Proof, Runtime, add_proof
 from kvatlas.workload.spec import EngineSpec
 
 SPEC = EngineSpec(blocks=4000, prefill_tokens_per_s=1e6, decode_step_s=0.0, step_overhead_s=0.0)
@@ -121,3 +125,37 @@ async def test_what_cannot_be_asked_is_said(
         assert await run(product, "--prompt", str(file), "--model", "absent") == 2
         assert "404" in capsys.readouterr().err
         assert (await product.get("/kvatlas/inspect")).status == 405
+
+
+async def test_which_resume_point_counts_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The minimal one where it was shown for that version and device; the full one elsewhere."""
+    ids = tmp_path / "ids.txt"
+    ids.write_text(" ".join(str(token) for token in fresh_tokens(300)))
+    async with StubCluster(StubOptions(FLASH, SPEC, model_name="m", count=4)) as cluster:
+        runtime = Runtime("vllm", ENGINE_VERSION, "cuda sm100")
+        proof = Proof(runtime.digest(), FLASH.state_digest(), runtime, "v4", 1, "", 9, 3, 20)
+        add_proof(tmp_path / "proofs.json", proof)
+        said: dict[str, dict[str, Any]] = {
+            "shown": {"device": "cuda sm100"},
+            "elsewhere": {"device": "cuda sm90"},
+            "unsaid": {},
+            "drafts": {"device": "cuda sm100", "draft": True},
+        }
+        model = "deepseek-v4-flash"
+        workers = [
+            WorkerConfig(name=name, url=stub.url, layout=model, kv_dtype="fp8", **more)
+            for stub, (name, more) in zip(cluster.addresses, said.items(), strict=True)
+        ]
+        directory = DirectoryConfig(proofs=str(tmp_path / "proofs.json"))
+        async with Product(workers, directory=directory) as product:
+            await product.settled()
+            assert await run(product, "--tokens", str(ids)) == 0
+            told = capsys.readouterr().out.split("\n\n")
+            points = {part.split(":")[0]: part for part in told[1:]}
+            assert "resume point: minimal, 4,090,752 bytes: shown on vllm" in points["shown"]
+            assert "full, 15,467,904 bytes: less was not shown" in points["elsewhere"]
+            assert "full, 15,467,904 bytes: on which device" in points["unsaid"]
+            assert "full" in points["drafts"]
+            assert "no resume is known to read less" in points["drafts"]

@@ -9,7 +9,7 @@ import pytest
 
 from kvatlas.cli.exactness import _lengths
 from kvatlas.cli.main import main
-from kvatlas.core.layout import Layout
+from kvatlas.core.layout import Layout, drafted
 from kvatlas.errors import ConfigError
 from kvatlas.validate.exactness import (
     FAULTS,
@@ -26,7 +26,7 @@ from kvatlas.validate.exactness import (
 )
 from kvatlas.validate.exactness_vllm import _runs, cases, parts, subject, text
 from kvatlas.workload.models import load_layout
-from kvatlas.workload.proofs import Runtime, add_proof, load_proofs, minimal_shown
+from kvatlas.workload.proofs import Runtime, add_proof, load_proofs, minimal_shown, settled
 
 RUNTIME = Runtime("vllm", "0.32.0", "cpu AVX512")
 
@@ -186,6 +186,32 @@ def test_a_proof_is_for_one_engine_version_device_and_state(tmp_path: Path) -> N
     draft = load_layout("deepseek-v4-flash", engine="vllm", kv_dtype="fp8", draft=True)
     plain = load_layout("deepseek-v3", engine="vllm")
     assert not any(minimal_shown(x, RUNTIME, [kept]) for x in (bf16, draft, plain))
+
+
+def test_only_where_it_was_shown_less_is_loaded(tmp_path: Path) -> None:
+    proof = report(v4(tmp_path)).proof()
+    assert proof is not None
+    flash = load_layout("deepseek-v4-flash", engine="vllm", kv_dtype="fp8")
+    chain = 1024 * 3915
+    shown, why = settled(flash, RUNTIME, [proof])
+    assert shown.load_bytes(1024) == chain + 4_090_752
+    assert shown.resume_bytes(1024) == chain + 15_467_904  # what other engines may need
+    assert shown.minimal_on == proof.runtime
+    assert "shown on vllm 0.32.0, cpu AVX512" in why
+    assert shown.digest() == flash.digest()  # the same bytes: they may share
+    newer = Runtime("vllm", "0.33.0", RUNTIME.device)
+    for runtime, reason in (
+        (newer, "run kvatlas validate exactness there"),
+        (Runtime("vllm", "0.32.0", ""), "is not said"),
+    ):
+        full, why = settled(shown, runtime, [proof])
+        assert (full, full.load_bytes(1024)) == (flash, chain + 15_467_904)
+        assert reason in why
+    for draft in (drafted(shown), load_layout("deepseek-v4-flash", engine="vllm", draft=True)):
+        found, why = settled(draft, RUNTIME, [proof])
+        assert not found.minimal_on
+        assert found.load_bytes(1024) == found.resume_bytes(1024)
+        assert "none does with a draft" in why
 
 
 def test_no_proof_without_a_fresh_process_or_with_a_wrong_answer(tmp_path: Path) -> None:

@@ -131,6 +131,10 @@ def _print_positions(answer: dict[str, Any], console: Console) -> None:
         for name, size in found["bytes"].items():
             if size:
                 console.print(f"  {name}: {size:,} bytes")
+        point = found["resume_point"]
+        if point["bytes"]:
+            kind = "minimal" if point["minimal"] else "full"
+            console.print(f"  resume point: {kind}, {point['bytes']:,} bytes: {point['why']}")
         for gap in found["missing"]:
             console.print(f"  missing at {gap['tokens']:,}: {', '.join(gap['groups'])}")
         if found["believed"]:

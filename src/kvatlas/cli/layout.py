@@ -17,7 +17,7 @@ from kvatlas.core.layout import Component, Layout, Rule
 from kvatlas.errors import LayoutError
 from kvatlas.workload import seed_003
 from kvatlas.workload.models import known_models, load_layout
-from kvatlas.workload.proofs import load_proofs, minimal_shown
+from kvatlas.workload.proofs import Runtime, load_proofs, minimal_shown, settled
 
 _EPILOG = """\
 examples:
@@ -25,6 +25,7 @@ examples:
   kvatlas layout deepseek-v4-pro --engine sglang --indexer-dtype fp4 --json
   kvatlas layout deepseek-v4-flash-0731 --kv-dtype fp8 --draft --prefill 8192 9000
   kvatlas layout ./my-model/config.json --block-tokens 32 --context 8192
+  kvatlas layout deepseek-v4-flash --kv-dtype fp8 --on "0.32.0, cpu AVX512"
   kvatlas layout --seed       what seed document 003 says of V4's KV cache, computed anew
 """
 
@@ -69,6 +70,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--draft", action="store_true", help="with the draft layers (MTP, DSpark)")
     parser.add_argument(
+        "--on",
+        type=_runtime,
+        default=("", ""),
+        metavar="VERSION,DEVICE",
+        help='the engine that is meant, as "0.32.0, cpu AVX512": where the minimal resume point was'
+        " shown to be enough there, it counts",
+    )
+    _add_spans(parser)
+    parser.add_argument(
+        "--seed",
+        action="store_true",
+        help="instead of a model: the figures of seed document 003 beside the computed ones",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def _add_spans(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--context",
         type=_tokens,
         action="append",
@@ -83,13 +103,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar=("P", "N"),
         help="what computing tokens P to N costs when all before P is cached; may be repeated",
     )
-    parser.add_argument(
-        "--seed",
-        action="store_true",
-        help="instead of a model: the figures of seed document 003 beside the computed ones",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+
+
+def _runtime(text: str) -> tuple[str, str]:
+    version, comma, device = (part.strip() for part in text.partition(","))
+    if not (version and comma and device):
+        raise argparse.ArgumentTypeError(f"{text!r}: a version, a comma and a device are wanted")
+    return version, device
 
 
 def _tokens(text: str) -> int:
@@ -120,12 +140,13 @@ def run(args: argparse.Namespace) -> int:
         block_tokens=args.block_tokens,
         draft=args.draft,
     )
+    layout, point = settled(layout, Runtime(args.engine, *args.on), load_proofs())
     contexts = tuple(args.context or _CONTEXTS)
     spans = spans or [(0, n) for n in contexts]
     if args.json:
-        _write(report(layout, contexts, spans))
+        _write(report(layout, contexts, spans, point))
     else:
-        _print(layout, contexts, spans, Console(highlight=False))
+        _print(layout, contexts, spans, point, Console(highlight=False))
     return 0
 
 
@@ -134,12 +155,13 @@ def _write(value: object) -> None:
 
 
 def report(
-    layout: Layout, contexts: tuple[int, ...], spans: list[tuple[int, int]]
+    layout: Layout, contexts: tuple[int, ...], spans: list[tuple[int, int]], point: str
 ) -> dict[str, Any]:
     """The layout as plain values, in the order in which they are read.
 
     ``block_bytes`` are those of one block over all layers, ``resume_point`` those of all blocks
     that must end at a resume position (null for a chain: there it is every block up to it).
+    ``point`` says why the minimal resume point counts or does not.
     """
     return {
         "model": layout.model,
@@ -151,6 +173,8 @@ def report(
         "resume_point_bytes": layout.resume_point_bytes(),
         "minimal_resume_point_bytes": layout.resume_point_bytes(minimal=True),
         "minimal_shown_on": _shown_on(layout),
+        "minimal_counts": bool(layout.minimal_on),
+        "minimal_why": point,
         "resume_grid_tokens": layout.grid_tokens,
         "tensor_parallel": layout.tensor_parallel,
         "components": [
@@ -172,7 +196,7 @@ def report(
             {
                 "tokens": n,
                 "chain_bytes": layout.bytes_per_token() * n,
-                "resume_bytes": layout.resume_bytes(n),
+                "resume_bytes": layout.load_bytes(n),
                 "prefill_flops": layout.compute.prefill_flops(0, n) if layout.compute else None,
             }
             for n in contexts
@@ -202,7 +226,11 @@ def _indexes(layout: Layout) -> list[list[int]]:
 
 
 def _print(
-    layout: Layout, contexts: tuple[int, ...], spans: list[tuple[int, int]], console: Console
+    layout: Layout,
+    contexts: tuple[int, ...],
+    spans: list[tuple[int, int]],
+    point: str,
+    console: Console,
 ) -> None:
     title = f"{layout.model} in {layout.engine}, {layout.kv_dtype}"
     columns = ("component", "blocks at p", "layers", "block", "as stored", "computed", "at p")
@@ -228,6 +256,7 @@ def _print(
     if layout.has_minimal():
         shown = "; ".join(_shown_on(layout)) or "nowhere yet"
         console.print(Text(f"exact from what a resume reads alone: shown on {shown}"))
+        console.print(Text(f"{'minimal' if layout.minimal_on else 'full'} resume point: {point}"))
     rule = _TENSOR_PARALLEL.get(layout.tensor_parallel, "not known")
     console.print(Text(f"tensor parallel: {rule}"))
     console.print(Text("groups in events, by kind, block and window:"))
@@ -262,7 +291,7 @@ def _sums(layout: Layout, contexts: tuple[int, ...], spans: list[tuple[int, int]
         sums.add_row("  of which a resume reads", f"{layout.resume_point_bytes(minimal=True):,}")
     sums.add_row("resume grid, tokens", f"{layout.grid_tokens:,}")
     for n in contexts:
-        sums.add_row(f"to resume at {n:,}", f"{layout.resume_bytes(n):,} bytes")
+        sums.add_row(f"to resume at {n:,}", f"{layout.load_bytes(n):,} bytes")
     for start, end in spans if layout.compute is not None else ():
         fixed, attention = layout.prefill_split(start, end)
         sums.add_row(f"to compute {start:,} to {end:,}", f"{(fixed + attention) / 1e12:,.1f} TFLOP")

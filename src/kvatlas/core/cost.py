@@ -120,8 +120,7 @@ class PoolCost:
         self.prefill = Line(PRIOR_LATENCY_S, 2048 / prefill_tokens_per_s / unit, unit)
         self.crowd = Line(0.0, _PRIOR_CROWD_S, 8.0)
         self.loads = {
-            tier: Line(PRIOR_LATENCY_S, 1 / rate, 100e6)
-            for tier, rate in PRIOR_BYTES_PER_S.items()
+            tier: Line(PRIOR_LATENCY_S, 1 / rate, 100e6) for tier, rate in PRIOR_BYTES_PER_S.items()
         }
 
     def prefill_flops(self, start: int, end: int) -> float:
@@ -130,7 +129,7 @@ class PoolCost:
 
     def load_bytes(self, tokens: int) -> int:
         """Bytes that a resume moves when ``tokens`` of it lie below hbm."""
-        return self._layout.resume_bytes(tokens)
+        return self._layout.load_bytes(tokens)
 
 
 class EngineCost:

@@ -147,7 +147,9 @@ class Layout(msgspec.Struct, frozen=True):
     ``grid_tokens`` is the resume grid: every resume position is a multiple of it, and block keys
     are computed at that step. ``tensor_parallel`` is "replicated" (every rank holds all bytes: one
     rank writes, all ranks load or none) or "by_head" (each rank holds its KV heads' share of the
-    bytes, which are counted here over all heads); "" where unknown.
+    bytes, which are counted here over all heads); "" where unknown. ``minimal_on`` is the digest of
+    the engine, version and device that this is the layout of, where its minimal resume points were
+    shown to be enough there (`kvatlas.workload.proofs.settled`); "" means that all is loaded.
     """
 
     model: str
@@ -158,13 +160,17 @@ class Layout(msgspec.Struct, frozen=True):
     groups: tuple[Group, ...]
     compute: Compute | None = None
     tensor_parallel: str = ""
+    minimal_on: str = ""
 
     def digest(self) -> str:
         """Hex digest of all that describes the state: part of the fingerprint.
 
-        Not the model's name, which the fingerprint has beside it, and not the cost.
+        Not the model's name, which the fingerprint has beside it, not the cost, and not what was
+        shown: the same bytes are read or not.
         """
-        state = msgspec.json.encode(msgspec.structs.replace(self, model="", compute=None))
+        state = msgspec.json.encode(
+            msgspec.structs.replace(self, model="", compute=None, minimal_on="")
+        )
         return hashlib.sha256(b"kvatlas.layout.1\0" + state).hexdigest()[:16]
 
     def bytes_per_token(self) -> float:
@@ -223,9 +229,18 @@ class Layout(msgspec.Struct, frozen=True):
 
     def resume_bytes(self, tokens: int) -> int:
         """Stored bytes to move so that another engine can resume at ``tokens``; 0 at 0."""
+        return self._resume_bytes(tokens, minimal=False)
+
+    def load_bytes(self, tokens: int) -> int:
+        """Stored bytes that this engine needs so that it can resume at ``tokens``: with the minimal
+        resume point where that was shown to be enough on it."""
+        return self._resume_bytes(tokens, minimal=bool(self.minimal_on))
+
+    def _resume_bytes(self, tokens: int, *, minimal: bool) -> int:
         if tokens <= 0:
             return 0
-        return round(self.page_bytes_per_token() * tokens) + self._window_bytes(tokens)
+        windows = self._window_bytes(tokens, minimal=minimal)
+        return round(self.page_bytes_per_token() * tokens) + windows
 
     def resume_parts(self, tokens: int) -> dict[str, int]:
         """`resume_bytes` by component, those that are optional included."""
@@ -268,7 +283,7 @@ def drafted(layout: Layout) -> Layout:
     """
     groups = tuple(msgspec.structs.replace(g, lookahead=1) for g in layout.groups)
     parts = tuple(msgspec.structs.replace(c, least_blocks=None) for c in layout.components)
-    return msgspec.structs.replace(layout, groups=groups, components=parts)
+    return msgspec.structs.replace(layout, groups=groups, components=parts, minimal_on="")
 
 
 def plain(block_tokens: int, *, model: str = "", engine: str = "") -> Layout:

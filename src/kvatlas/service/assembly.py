@@ -36,6 +36,7 @@ from kvatlas.service.steering import Problems, Rank, Steering
 from kvatlas.service.tokens import Tokenizer
 from kvatlas.service.verify import Endpoint
 from kvatlas.workload.models import load_config, load_layout
+from kvatlas.workload.proofs import Runtime, load_proofs, settled
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Assembly:
         timing: Timing = TIMING,
         feed_limits: sequence.Limits = sequence.LIMITS,
     ) -> None:
-        """Raises ConfigError for a secret, a tokenizer or a layout that cannot be used."""
+        """Raises ConfigError for a secret, a tokenizer, a layout or proofs that cannot be used."""
         self.config = config
         self._timing = timing
         self._feed_limits = feed_limits
@@ -62,6 +63,9 @@ class Assembly:
             holders_per_publisher_max=config.directory.blocks_per_publisher_max,
         )
         keyring = Keyring(_secret(config.keys.secret_file))
+        self._proofs = load_proofs()
+        if config.directory.proofs:
+            self._proofs += load_proofs(Path(config.directory.proofs))
         for worker in config.worker:
             _configured_layout(worker)
         self.client = HttpClient()
@@ -130,9 +134,10 @@ class Assembly:
 
     def described(self, worker: Worker) -> None:
         """An engine told what it is: make it known to the directory and the router."""
-        layout = self._layout_of(worker)
         told = worker.description
         assert told is not None
+        runtime = Runtime(told.engine, told.version, worker.config.device)
+        layout, point = settled(self._layout_of(worker), runtime, self._proofs)
         member = Member(told.models, _fingerprint(worker.config, told, layout), layout)
         self.members[worker.name] = member
         fingerprint = member.fingerprint.digest()
@@ -150,6 +155,7 @@ class Assembly:
                     fingerprint=fingerprint,
                     headers=header,
                     entries=_entries(worker),
+                    resume_point=point,
                 )
             )
             self.steering.set_up(publisher, True)

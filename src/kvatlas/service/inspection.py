@@ -67,6 +67,7 @@ class Inspector:
             return {}
         return {
             **_shown(where, rank.layout),
+            "resume_point": resume_point(rank.layout, rank.resume_point),
             "believed": not rank.layout.announced(),
             "confidence": self._confidence(rank.publisher),
         }
@@ -74,6 +75,16 @@ class Inspector:
     def _confidence(self, publisher: Publisher) -> float:
         gap = self._steering.gaps.get(publisher)
         return round(gap.confidence(), 3) if gap else 1.0
+
+
+def resume_point(layout: Layout, why: str) -> dict[str, object]:
+    """Which resume point counts for what this engine loads, its bytes, and why that one."""
+    minimal = bool(layout.minimal_on)
+    return {
+        "minimal": minimal,
+        "bytes": layout.resume_point_bytes(minimal=minimal),
+        "why": why,
+    }
 
 
 def _shown(where: Positions, layout: Layout) -> dict[str, object]:

@@ -54,7 +54,8 @@ class Tokens(Protocol):
 
 class Rank(msgspec.Struct, frozen=True):
     """One publisher as requests reach it. ``models``: served name → adapter ("" for the base);
-    ``entries`` are the same as the engine's own /v1/models lists them."""
+    ``entries`` are the same as the engine's own /v1/models lists them. ``resume_point``: why the
+    layout counts with the minimal resume point or with the full one."""
 
     publisher: Publisher
     url: str
@@ -63,6 +64,7 @@ class Rank(msgspec.Struct, frozen=True):
     fingerprint: bytes
     headers: tuple[tuple[str, str], ...] = ()
     entries: tuple[dict[str, object], ...] = ()
+    resume_point: str = ""
 
 
 class Steering:
