@@ -1,0 +1,346 @@
+"""The agent among tiers that fail, engines that die and a driver that is late; and what the
+directory believes of it. The twin is the driver's own dicts of bytes."""
+
+from __future__ import annotations
+
+from agent_kit import FP, GRID, Driver, chain_layout, content, keys_of, window_layout
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvatlas.core.agent import Agent
+from kvatlas.core.agent_values import (
+    Ask,
+    Cancel,
+    Config,
+    Copy,
+    Detach,
+    Effect,
+    Evicted,
+    Fetch,
+    Forget,
+    Found,
+    Keep,
+    Load,
+    Lose,
+    Pull,
+    Push,
+    Quota,
+    Release,
+    Resize,
+    Resync,
+    Save,
+)
+from kvatlas.core.directory import Directory
+from kvatlas.core.keys import Keyring
+from kvatlas.core.policy.lru import Lru
+from kvatlas.core.records import Publisher, Tier
+from kvatlas.core.units import Part, Unit, name_of
+
+OWN = (Tier.DRAM, Tier.DISK)
+PROMPTS = st.integers(0, 4)
+LENGTHS = st.integers(1, 6)
+WORKERS = st.sampled_from(["a", "b"])
+AGENT = Publisher("node")
+
+
+class Node(RuleBasedStateMachine):
+    @initialize(
+        windows=st.booleans(),
+        dram=st.sampled_from([250, 700, 2000]),
+        disk=st.sampled_from([None, 300, 3000]),
+        exclusive=st.booleans(),
+        through=st.booleans(),
+    )
+    def begin(
+        self, windows: bool, dram: int, disk: int | None, exclusive: bool, through: bool
+    ) -> None:
+        self.config = Config(
+            hit_share=1.0,
+            exclusive=exclusive,
+            write_through=(Tier.DISK, Tier.OBJECT) if through else (),
+            saves_max=2,
+            queue_max=3,
+            copies_max=2,
+            loads_max=3,
+        )
+        self.layout = window_layout() if windows else chain_layout()
+        self.node = Driver(dram=dram, disk=disk, config=self.config, layout=self.layout, hold=True)
+        self.node.fail = self._verdict
+        self.bad: dict[bytes, str] = {}
+        self.fetches = 0
+        self.waiting: set[str] = set()
+        self.restart_directory()
+        for worker in ("a", "b"):
+            self.node.attach(worker)
+
+    def _verdict(self, effect: Effect, unit: Unit) -> str:
+        return self.bad.pop(unit.name, "")
+
+    def restart_directory(self) -> None:
+        ring = Keyring(b"a secret for the tests")
+        self.directory = Directory(ring)
+        engines = tuple(Publisher(worker) for worker in ("a", "b"))
+        for engine in engines:
+            self.directory.register(engine, self.layout, FP)
+        self.directory.settle(AGENT, engines, "store")
+        self.node.said.clear()
+        self.told = 0
+
+    def keys(self, prompt: int, length: int) -> tuple[bytes, ...]:
+        return keys_of(prompt + 1, length, shared=2)
+
+    # -- what happens ---------------------------------------------------------------------------
+
+    @rule(
+        prompt=PROMPTS,
+        length=LENGTHS,
+        points=st.sets(LENGTHS, max_size=3),
+        worker=WORKERS,
+        tenant=st.sampled_from(["t", "u"]),
+    )
+    def fill(self, prompt: int, length: int, points: set[int], worker: str, tenant: str) -> None:
+        if worker in self.node.engines:
+            which = sorted(p for p in points if p <= length)
+            self.node.fill(self.keys(prompt, length), *which, worker=worker, tenant=tenant)
+
+    @rule(prompt=PROMPTS, length=LENGTHS, local=st.integers(0, 5), worker=WORKERS)
+    def fetch(self, prompt: int, length: int, local: int, worker: str) -> None:
+        keys = self.keys(prompt, length)
+        ask = Ask(f"q{self.fetches}", worker, keys, min(local, length) * GRID, length * GRID + 1)
+        before = self.node.agent.digest()
+        offer = self.node.agent.offer(ask)
+        assert self.node.agent.digest() == before
+        if offer.tokens <= ask.local_tokens or worker not in self.node.engines:
+            assert offer.tokens == ask.local_tokens
+            return
+        for source in offer.sources:
+            held = self.node.tiers[source.tier]
+            assert all(unit.name in held for unit in source.units), "offered, and not there"
+        self.fetches += 1
+        self.waiting.add(ask.request)
+        self.node.do(Fetch(ask, offer.tokens))
+
+    @rule(which=st.integers(0, 9), error=st.sampled_from(["", "", "", "broken"]))
+    def end(self, which: int, error: str) -> None:
+        if self.node.open:
+            op = sorted(self.node.open)[which % len(self.node.open)]
+            effect = self.node.open[op]
+            if isinstance(effect, Save | Load) and effect.worker not in self.node.engines:
+                del self.node.open[op]
+            else:
+                self.node.end(op, error)
+
+    @rule(which=st.integers(0, 9), verdict=st.sampled_from(["failed", "damaged"]))
+    def one_unit_fails(self, which: int, verdict: str) -> None:
+        units = [
+            unit
+            for effect in self.node.open.values()
+            for unit in (
+                effect.units
+                if isinstance(effect, Save)
+                else effect.source.units
+                if isinstance(effect, Copy)
+                else [u for s in effect.sources for u in s.units]
+                if isinstance(effect, Load)
+                else ()
+            )
+        ]
+        if units:
+            self.bad[units[which % len(units)].name] = verdict
+
+    @rule(which=st.integers(0, 50), tier=st.sampled_from(OWN))
+    def rot(self, which: int, tier: Tier) -> None:
+        held = self.node.tiers[tier]
+        if held:
+            name = sorted(held)[which % len(held)]
+            held[name] = b"rotten"
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 40.0, 200.0]))
+    def wait(self, seconds: float) -> None:
+        before = set(self.node.open)
+        self.node.at(self.node.now + seconds)
+        # A driver keeps what was given up from writing.
+        known = {op.number for op in self.node.agent._node.operations}
+        for op in before - known:
+            self.node.open.pop(op, None)
+
+    @rule(request=st.integers(0, 9), worker=WORKERS)
+    def cancel(self, request: int, worker: str) -> None:
+        self.node.do(Cancel(worker, f"q{request}"))
+
+    @rule(worker=WORKERS)
+    def engine_dies(self, worker: str) -> None:
+        self.node.do(Detach(worker))
+        self.node.engines.pop(worker, None)
+        self.waiting.clear()  # those of the other one are checked at the end
+
+    @rule(worker=WORKERS)
+    def engine_starts(self, worker: str) -> None:
+        for op, effect in list(self.node.open.items()):
+            if isinstance(effect, Save | Load) and effect.worker == worker:
+                del self.node.open[op]
+        self.node.attach(worker)
+
+    @rule(prompt=PROMPTS, length=LENGTHS, worker=WORKERS)
+    def evicted(self, prompt: int, length: int, worker: str) -> None:
+        keys = self.keys(prompt, length)
+        self.node.do(Evicted(worker, keys[-1:]))
+        for part in Part:
+            self.node.engines.get(worker, {}).pop(name_of(keys[-1], part), None)
+
+    @rule(tier=st.sampled_from(OWN))
+    def lose(self, tier: Tier) -> None:
+        self.node.tiers[tier].clear()
+        self.node.do(Lose(tier))
+
+    @rule(tenant=st.sampled_from(["t", "u"]), size=st.sampled_from([None, 200, 500]))
+    def quota(self, tenant: str, size: int | None) -> None:
+        self.node.do(Quota(tenant, size))
+
+    @rule(tenant=st.sampled_from(["t", "u"]))
+    def forget(self, tenant: str) -> None:
+        self.node.do(Forget(tenant))
+        for ledger in self.node.agent._node.inventory.ledgers.values():
+            assert all(entry.tenant != tenant for entry in ledger.entries())
+
+    @rule(prompt=PROMPTS, length=LENGTHS, what=st.sampled_from(["pull", "push", "keep"]))
+    def ahead(self, prompt: int, length: int, what: str) -> None:
+        keys = self.keys(prompt, length)
+        match what:
+            case "pull":
+                self.node.do(Pull("a", keys))
+            case "push":
+                self.node.do(Push("a", keys))
+            case _:
+                self.node.do(Keep("somebody", keys, self.node.now + 20.0))
+
+    @rule()
+    def release(self) -> None:
+        self.node.do(Release("somebody"))
+
+    @rule(size=st.sampled_from([0, 250, 1500]))
+    def resize(self, size: int) -> None:
+        self.node.do(Resize(Tier.DRAM, size))
+
+    @rule()
+    def snapshot(self) -> None:
+        old = self.node.agent
+        policies = {tier: Lru() for tier in OWN}
+        self.node.agent = Agent.restore(old.snapshot(), policies, self.config)
+        assert self.node.agent.digest() == old.digest()
+
+    @rule()
+    def agent_restarts(self) -> None:
+        """Only the disk's catalogue survives; what was under way is fenced."""
+        old = self.node
+        ledgers = old.agent._node.inventory.ledgers
+        capacity = {t: ledgers[t].limits.capacity_bytes if t in ledgers else None for t in OWN}
+        kept = {
+            entry.key: (entry, entry.tenant)
+            for entry in (ledgers[Tier.DISK].entries() if Tier.DISK in ledgers else ())
+        }
+        new = Driver(
+            dram=capacity[Tier.DRAM],
+            disk=capacity[Tier.DISK],
+            config=self.config,
+            layout=self.layout,
+            hold=True,
+        )
+        new.now, new.fail, new.engines = old.now, old.fail, {}
+        disk = {name: data for name, data in old.tiers[Tier.DISK].items() if name in kept}
+        new.tiers[Tier.DISK], new.tiers[Tier.OBJECT] = disk, old.tiers[Tier.OBJECT]
+        new.records = old.records
+        self.node = new
+        self.waiting.clear()
+        for worker in old.engines:
+            new.attach(worker)
+        self.directory.reset(AGENT)
+        self.told = 0
+        for tenant in ("t", "u"):
+            units = tuple(
+                Unit(name[:-1], Part(name[-1]), entry.facts.index, entry.facts.size_bytes)
+                for name, (entry, whose) in kept.items()
+                if whose == tenant
+            )
+            sealed = tuple(new.records[Tier.DISK])
+            if Tier.DISK in ledgers:
+                new.do(Found(Tier.DISK, units, sealed, tenant))
+
+    @rule()
+    def directory_restarts(self) -> None:
+        self.restart_directory()
+        self.node.do(Resync())
+
+    # -- what must hold -------------------------------------------------------------------------
+
+    @invariant()
+    def books_add_up(self) -> None:
+        if not hasattr(self, "node"):
+            return
+        agent = self.node.agent
+        for tier, ledger in agent._node.inventory.ledgers.items():
+            usage = ledger.usage()
+            entries = {e.key: e for e in ledger._books.entries.values()}
+            assert usage.committed_bytes == sum(e.facts.size_bytes for e in entries.values())
+            assert sum(ledger.tenants().values()) == usage.committed_bytes + usage.reserved_bytes
+            rooms = {r.key for r in ledger._reservations.values()}
+            assert set(self.node.tiers[tier]) <= set(entries) | rooms, "bytes of nobody"
+            assert agent._node.inventory.sealed[tier] <= {e.key for e in ledger.entries()}
+        for held in self.node.engines.values():
+            assert all(data == content(name) for name, data in held.items()), "wrong bytes"
+
+    @invariant()
+    def directory_never_promises_more(self) -> None:
+        if not hasattr(self, "node"):
+            return
+        events = self.node.said[self.told :]
+        self.told = len(self.node.said)
+        applied = self.directory.apply(AGENT, events)
+        assert not applied.undeclared + applied.refused
+        for prompt in range(5):
+            keys = self.keys(prompt, 6)
+            for resume in self.directory.peek(keys, FP):
+                assert resume.tokens == self._deepest(keys), resume
+
+    def _deepest(self, keys: tuple[bytes, ...]) -> int:
+        """By what the agent may read: the slow way."""
+        inventory, order = self.node.agent._node.inventory, (*OWN, Tier.OBJECT)
+        deepest = 0
+        for count in range(1, len(keys) + 1):
+            if inventory.place(name_of(keys[count - 1], Part.BODY), order) is None:
+                break
+            point = name_of(keys[count - 1], Part.POINT)
+            windows = len(self.layout.groups) > 1
+            if not windows or inventory.place(point, order) is not None:
+                deepest = count * GRID
+        return deepest
+
+    def teardown(self) -> None:
+        """Let everything come to its end: nothing may be left over."""
+        if not hasattr(self, "node"):
+            return
+        node = self.node
+        node.do(Release("somebody"))
+        for _ in range(200):
+            for op in sorted(node.open):
+                effect = node.open[op]
+                if isinstance(effect, Save | Load) and effect.worker not in node.engines:
+                    del node.open[op]
+                else:
+                    node.end(op)
+            if not node.agent.busy:
+                break
+            node.at(node.now + 10.0)
+        assert not node.agent.busy
+        assert {r for r in self.waiting if r not in node.ready} == set()
+        for tier, ledger in node.agent._node.inventory.ledgers.items():
+            usage = ledger.usage()
+            assert not usage.reserved_bytes + usage.leases + usage.pins + usage.reservations
+            assert not usage.leaving_bytes + usage.doomed_bytes
+            assert set(node.tiers[tier]) == {e.key for e in ledger.entries()}
+            assert usage.committed_bytes <= ledger.limits.capacity_bytes
+        assert not any(node.agent._node.paths.reading.values())
+        assert not any(node.agent._node.paths.writing.values())
+
+
+TestAgent = Node.TestCase
