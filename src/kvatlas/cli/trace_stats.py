@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kvatlas.cli.trace_input import add_trace_options, opened
 from kvatlas.errors import ConfigError, TraceError
+from kvatlas.workload.published import PUBLISHED, compared
 from kvatlas.workload.trace import Trace
 from kvatlas.workload.trace_stats import Spread, TraceStats, stats
 
@@ -34,6 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_trace_options(parser)
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N requests")
+    parser.add_argument(
+        "--beside", choices=tuple(PUBLISHED), help="set the published figures of a trace beside it"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -47,9 +51,13 @@ def run(args: argparse.Namespace) -> int:
         raise TraceError(f"{args.file}: no requests in it")
     if args.json:
         told = {"trace": trace.name, "format": trace.format, **msgspec.to_builtins(found)}
+        if args.beside:
+            told["beside"] = msgspec.to_builtins(compared(found, args.beside))
         print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
     else:
         _show(trace, found)
+        if args.beside:
+            Console().print(_beside(found, args.beside))
     return 0
 
 
@@ -104,3 +112,23 @@ def _facts(trace: Trace, found: TraceStats) -> Table:
 def _cells(spread: Spread) -> list[str]:
     values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
     return [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values]
+
+
+def _beside(found: TraceStats, name: str) -> Table:
+    table = Table()
+    table.add_column("figure")
+    for column in (f"{name}, published", "here", "difference"):
+        table.add_column(column, justify="right")
+    for row in compared(found, name):
+        if row.here is None:
+            table.add_row(row.name, _figure(row.published), "–", "–")
+            continue
+        rate = row.published <= 1
+        apart = row.here - row.published
+        told = f"{apart:+.3f}" if rate else f"{apart / row.published:+.1%}"
+        table.add_row(row.name, _figure(row.published), _figure(row.here), told)
+    return table
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3f}" if value <= 1 else f"{value:,.0f}"

@@ -24,6 +24,7 @@ from kvatlas.errors import ConfigError
 from kvatlas.workload.trace import Trace, TraceRequest
 
 LEVELS = 4096  # of each distribution: the rarest of its values is as rare
+_GOLDEN = (5**0.5 - 1) / 2
 ANSWER_S_PER_TOKEN = 0.02  # what a turn's arrival assumes of the answer before it
 REQUESTS_MAX = 1 << 32
 GROUPS_MAX = 1 << 20
@@ -205,11 +206,11 @@ class _Drawn:
         weights = family.group_weights or zipf
         self._groups = range(family.groups)
         self._weights = list(accumulate(weights))
-        # Lengths of prompts that many share are dealt, not drawn: else the most frequent group's
-        # would decide how much the whole trace shares.
-        deal = rng.sample(range(family.groups), family.groups)
+        # Lengths of prompts that many share are dealt by the golden ratio, not drawn: neighbours in
+        # popularity get far-off lengths, and no seed decides how much the whole trace shares.
+        deal = [(group + 1) * _GOLDEN % 1 for group in self._groups]
         systems, self._examples = family.system_tokens.table(), family.example_tokens.table()
-        self._systems = [round(_dealt(systems, d, family.groups)) for d in deal]
+        self._systems = [round(systems[int(share * LEVELS)]) for share in deal]
         self._first = family.first_tokens.table()
         self._append = family.append_tokens.table()
         self._turns = family.turns.table()
