@@ -204,6 +204,20 @@ async def test_large_bodies_pass_both_ways() -> None:
         assert s.metric("kvatlas_usage_unreported_total") == 1
 
 
+async def test_no_client_makes_an_engine_report_its_hits_as_stores() -> None:
+    async def behave(engine: Engine, got: Got, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(got.body))
+        await writer.drain()
+
+    head = b'{"model":"m","prompt":"a","vllm_xargs":'
+    async with stand(behave) as s:
+        await ask(s.port, "/v1/completions", head + b'{"x":1.0,"kv_cache_report_mode":"full"}}')
+        await ask(s.port, "/v1/completions", head + b'{"x":1.0}}')
+        bodies = [got.body for got in s.engines[0].got]
+        assert bodies == [head + b'{"x":1.0}}'] * 2
+        assert s.metric("kvatlas_reports_dropped_total") == 1
+
+
 async def test_a_hundred_streams_at_once() -> None:
     async def behave(engine: Engine, got: Got, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD)

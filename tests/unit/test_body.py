@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.errors import RequestError
-from kvatlas.service.body import Usage, parse, parse_answer, splice, usage_of, with_usage
+from kvatlas.service.body import (
+    Usage,
+    asks_for_report,
+    parse,
+    parse_answer,
+    splice,
+    usage_of,
+    with_usage,
+    without_report,
+)
 
 # Three tools, nested schemas, number texts that a re-encoding would change, raw and escaped text.
 TOOLS = (
@@ -50,6 +59,30 @@ def test_empty_stream_options_are_replaced(value: bytes) -> None:
     body = parse(raw)
     out = splice(raw, body, {"stream_options": with_usage(body["stream_options"], raw)})
     assert out == b'{"stream":true,"stream_options":{"include_usage":true},"a":1.0}'
+
+
+@pytest.mark.parametrize(
+    ("extra", "left"),
+    [
+        (b'{"kv_cache_report_mode":"full"}', b"{}"),
+        (b'{"a":1.0, "kv_cache_report_mode" : "full","b":[1 ,2]}', b'{"a":1.0,"b":[1 ,2]}'),
+        (rb'{"kv_cache_report\u005fmode":"full","a":1}', b'{"a":1}'),
+        (b'{"kv_cache_report_mode":{"x":1}}', b"{}"),
+    ],
+)
+def test_a_wish_for_a_report_is_taken_out(extra: bytes, left: bytes) -> None:
+    raw = TOOLS + b',"vllm_xargs":' + extra + b"}"
+    body = parse(raw)
+    assert asks_for_report(body)
+    out = splice(raw, body, {"vllm_xargs": without_report(raw)})
+    assert not asks_for_report(parse(out))
+    after = msgspec.json.decode(out, type=dict[str, msgspec.Raw])
+    assert bytes(after["vllm_xargs"]) == left
+
+
+@pytest.mark.parametrize("extra", [b"null", b"{}", b"[]", b'"kv_cache_report_mode"', b'{"a":1}'])
+def test_other_extras_are_left_alone(extra: bytes) -> None:
+    assert not asks_for_report(parse(b'{"vllm_xargs":' + extra + b"}"))
 
 
 def test_splicing_into_an_empty_object() -> None:

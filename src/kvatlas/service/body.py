@@ -58,6 +58,26 @@ def with_usage(options: object, raw: bytes) -> object:
     return {"include_usage": True}
 
 
+#: A member of vLLM's ``vllm_xargs`` that makes the engine announce a hit as if it stored it.
+REPORT_MODE = "kv_cache_report_mode"
+
+
+def asks_for_report(body: Mapping[str, object]) -> bool:
+    """Whether a request wants its hit announced (vLLM 0.32, `KVCacheManager`)."""
+    extra = body.get("vllm_xargs")
+    return isinstance(extra, dict) and REPORT_MODE in extra
+
+
+def without_report(raw: bytes) -> object:
+    """The ``vllm_xargs`` of ``raw`` without that wish; its other members as they were.
+
+    A directory cannot tell such a report of one block from a second block that was stored, and
+    would promise it for longer than it is there.
+    """
+    extra = _decode_raw(_decode_raw(raw)["vllm_xargs"])
+    return {name: value for name, value in extra.items() if name != REPORT_MODE}
+
+
 #: No prompt or answer has this many tokens: a figure above it would drown all that are true.
 COUNT_MAX = 1 << 31
 

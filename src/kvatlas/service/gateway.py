@@ -153,6 +153,8 @@ class Gateway:
         path = request.path
         inbound = self._inbound(request, request_id, path)
         body, withhold = _engine_body(request, inbound, path in _USAGE_PATHS)
+        if bodies.asks_for_report(inbound.body):
+            self.metrics.unreportable()
         route = await self._steer.choose(inbound)
         self.metrics.routed(time.perf_counter() - started_s, route.fallback)
         relay = Relay(
@@ -285,6 +287,8 @@ def _engine_body(request: Request, inbound: Inbound, usage_path: bool) -> tuple[
             raise RequestError(text, code="salt_without_json", param="cache_salt")
         if inbound.body.get("cache_salt") != salt:
             fields["cache_salt"] = salt
+    if bodies.asks_for_report(inbound.body):
+        fields["vllm_xargs"] = bodies.without_report(request.body)
     withhold = False
     if usage_path and inbound.body.get("stream") is True:
         options = inbound.body.get("stream_options")

@@ -42,6 +42,7 @@ class GatewayMetrics:
         self._cached = counter("cached_tokens", "prompt tokens that hit, as reported", "worker")
         self._expected = counter("expected_hit_tokens", "as the route expected", "worker")
         self._unreported = counter("usage_unreported", "answers without usage", "worker")
+        self._reports = counter("reports_dropped", "wishes for a report of the hit, not passed on")
         self._violations = counter("usage_violations", "impossible usage figures", "worker")
         self._flight = Gauge(
             "kvatlas_requests_in_flight", "at a worker now", ("worker",), registry=self.registry
@@ -82,6 +83,9 @@ class GatewayMetrics:
     def left(self, worker: str, status: int) -> None:
         self._add(self._flight, worker, by=-1)
         self._add(self._outcomes, worker, str(status))
+
+    def unreportable(self) -> None:
+        self._reports.inc()
 
     def retried(self, worker: str, reason: str) -> None:
         self._add(self._retries, worker, reason)
