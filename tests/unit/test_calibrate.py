@@ -122,7 +122,7 @@ def test_a_run_gives_back_what_it_was_made_with(tmp_path: Path) -> None:
     rest, fitted = report.judged
     assert (rest.part, rest.requests, fitted.requests) == ("rest", 10, 14)
     for errors in (rest, fitted):
-        assert abs(errors.ttft_mean.value) < 0.02
+        assert abs(errors.ttft_mean.value) < 0.05
         assert abs(errors.tpot_mean.value) < 0.02
         assert errors.ttft_mean.low <= errors.ttft_mean.value <= errors.ttft_mean.high
     assert report == calibrate.calibrate_runs([run], fit_requests=14, seed=1)

@@ -140,8 +140,8 @@ def profiles(report: RunReport | TableReport) -> str:
             parts.append(profile_text(f"{name}-fitted", name, fitted, comment=comment))
         return "\n".join(parts)
     for family, figures in report.parameters.items():
-        if family:
-            like = family.split()[1]
+        if len(words := family.split()) == 4:  # model, device, engine, precision
+            like = words[1]
             comment = (
                 f"Fitted on a part of a table, seed {report.seed}. Beside it: "
                 f"{figures['first_token_s'] * 1e3:.0f} ms to the engine and back."

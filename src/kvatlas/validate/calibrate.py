@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from statistics import fmean, median
 
@@ -288,15 +288,15 @@ def calibrate_tables(
 ) -> TableReport:
     """Fit a part of the rows, judge on the others; ``extra`` rows are judged and never fitted.
 
-    One set of parameters for everything first; then one per family, drawn to it where the family
-    has few rows. A family without fitted rows keeps the common one.
+    One set of parameters for everything first, then one per model and engine, then one per family,
+    each drawn to the one before. A family without fitted rows keeps the nearest that there is.
     """
     fitted, judged = split(rows, seed, share)
     common = fit_rows(fitted, TABLE_PRIORS, weight=0.3)
     parameters = {"": common, **fit_families(fitted, common)}
 
     def own(row: Row) -> dict[str, float]:
-        return parameters.get(row.family(), common)
+        return parameters.get(row.family()) or parameters.get(row.kin()) or common
 
     return TableReport(
         seed=seed,
@@ -306,8 +306,8 @@ def calibrate_tables(
         unseen=_errors("model and GPU not fitted", judged, _unseen(fitted, judged), seed)
         if hold_out
         else None,
-        families=tuple(_errors(n, r, own, seed) for n, r in sorted(_by_family(judged).items())),
-        extra=tuple(_errors(n, r, own, seed) for n, r in sorted(_by_family(extra).items())),
+        families=tuple(_errors(n, r, own, seed) for n, r in sorted(_grouped(judged, Row.family))),
+        extra=tuple(_errors(n, r, own, seed) for n, r in sorted(_grouped(extra, Row.family))),
         left_out=left_out,
     )
 
@@ -335,19 +335,33 @@ def _tamed(value: float) -> float:
 
 
 def fit_families(rows: Sequence[Row], common: Parameters) -> dict[str, dict[str, float]]:
-    """Parameters per family, with the common ones as the prior."""
-    priors = {
-        name: msgspec.structs.replace(prior, value=min(max(common[name], prior.low), prior.high))
+    """Parameters per model and engine, drawn to the common ones, and per family, drawn to those:
+    few rows move a family little away from its kin."""
+    near = _priors(common)
+    kin = {name: fit_rows(some, near, weight=0.5) for name, some in sorted(_grouped(rows, Row.kin))}
+    families = {
+        name: fit_rows(some, _priors(kin[some[0].kin()], 0.6))
+        for name, some in sorted(_grouped(rows, Row.family))
+    }
+    return {**kin, **families}
+
+
+def _priors(around: Parameters, spread: float = 1.0) -> dict[str, Prior]:
+    return {
+        name: msgspec.structs.replace(
+            prior,
+            value=min(max(around[name], prior.low), prior.high),
+            spread=prior.spread * spread,
+        )
         for name, prior in TABLE_PRIORS.items()
     }
-    return {name: fit_rows(some, priors) for name, some in sorted(_by_family(rows).items())}
 
 
-def _by_family(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def _grouped(rows: Sequence[Row], key: Callable[[Row], str]) -> Iterable[tuple[str, list[Row]]]:
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        found[row.family()].append(row)
-    return found
+        found[key(row)].append(row)
+    return found.items()
 
 
 def _unseen(fitted: Sequence[Row], judged: Sequence[Row]) -> Callable[[Row], dict[str, float]]:

@@ -78,6 +78,10 @@ class Row(msgspec.Struct, frozen=True):
         all of one setting are fitted, or all are judged."""
         return (self.family(), self.devices * self.ranks, self.prompt_tokens, self.output_tokens)
 
+    def kin(self) -> str:
+        """Rows of one model in one engine, on any GPU."""
+        return f"{self.model} {self.engine}"
+
     def family(self) -> str:
         """Rows that run the same kernels: model, device, engine and precision."""
         return f"{self.model} {self.device} {self.engine} {self.precision}"
