@@ -66,18 +66,21 @@ class Blocks:
         self.refs[block] = 1
         return block
 
-    def add(self, slot: int, key: int) -> int:
-        """Make one of the blocks in use findable. Returns its id."""
-        block = self.spare.pop()
-        self.plain -= 1
-        self.refs[block] = 1
-        self.keys[block] = (slot, key)
-        ids = self.found[slot]
-        if key in ids:
-            ids[key].append(block)
-        else:
-            ids[key] = [block]
-        return block
+    def add(self, slot: int, keys: tuple[int, ...]) -> list[int]:
+        """Make so many of the blocks in use findable. Returns their ids."""
+        count = len(keys)
+        spare, refs, entries, found = self.spare, self.refs, self.keys, self.found[slot]
+        ids = spare[: -count - 1 : -1]
+        del spare[-count:]
+        self.plain -= count
+        for key, block in zip(keys, ids, strict=True):
+            refs[block] = 1
+            entries[block] = (slot, key)
+            if key in found:
+                found[key].append(block)
+            else:
+                found[key] = [block]
+        return ids
 
     def add_named(self, slot: int, key: int, block: int) -> None:
         """Make a block findable that has an id already."""
@@ -100,6 +103,26 @@ class Blocks:
                 self.spare.append(block)
             else:
                 self.idle[block] = None
+
+    def let_go_all(self, held: list[tuple[int, int]]) -> None:
+        """One user less of each (index, block), the last first."""
+        refs, keys, idle = self.refs, self.keys, self.idle
+        for _, block in reversed(held):
+            count = refs[block] = refs[block] - 1
+            if not count:
+                if keys[block] is None:
+                    self.named -= 1
+                    self.spare.append(block)
+                else:
+                    idle[block] = None
+
+    def hold_all(self, taken: list[tuple[int, int]]) -> None:
+        """One more user of each (index, block)."""
+        refs, idle = self.refs, self.idle
+        for _, block in taken:
+            if not refs[block]:
+                del idle[block]
+            refs[block] += 1
 
     def clear(self) -> bool:
         """Forget every key. As in vLLM refused (False) while any block is in use."""

@@ -6,6 +6,7 @@ vLLM 0.32: `SingleTypeKVCacheManager.cache_blocks`, `BlockPool.cache_full_blocks
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
 from math import gcd
 
 from kvatlas.core.events import BlockStored
@@ -120,22 +121,36 @@ class Caching:
         """Give the holding's counted blocks ids and keys, those that have an id already keys."""
         size, number, blocks = slot.block_tokens, slot.index, self._blocks
         step, named = holding.keys.step, holding.named
-        held, fresh = holding.held[number], holding.fresh
+        first, last = kept[0], kept[-1]
+        keys: tuple[int, ...]
         if size % step == 0:
-            per_block = size // step
-            chain = holding.chain((kept[-1] + 1) * per_block)
-            keys = tuple([chain[(index + 1) * per_block - 1] for index in kept])
+            every = size // step
+            chain = holding.chain((last + 1) * every)
+            keys = tuple([chain[(index + 1) * every - 1] for index in kept])
+        elif last - first + 1 == len(kept):
+            keys = holding.run((first + 1) * size, size, len(kept))
         else:
             keys = tuple([holding.key((index + 1) * size) for index in kept])
-        for index, key in zip(kept, keys, strict=True):
-            block = named.pop((number, index), None) if named else None
-            if block is None:
-                block = blocks.add(number, key)
-                held.append((index, block))
-            else:
-                blocks.add_named(number, key, block)
-            fresh.append(BlockRef(number, index, block, key))
+        if named:
+            ids = [
+                self._add_one(slot, key, index, holding)
+                for index, key in zip(kept, keys, strict=True)
+            ]
+        else:
+            ids = blocks.add(number, keys)
+            holding.held[number] += zip(kept, ids, strict=True)
+        holding.fresh += map(BlockRef, repeat(number), kept, ids, keys)
         return keys
+
+    def _add_one(self, slot: Slot, key: int, index: int, holding: Holding) -> int:
+        """Of a holding with blocks that have ids already: this one may be among them."""
+        block = holding.named.pop((slot.index, index), None)
+        if block is None:
+            (block,) = self._blocks.add(slot.index, (key,))
+            holding.held[slot.index].append((index, block))
+        else:
+            self._blocks.add_named(slot.index, key, block)
+        return block
 
     def _announce(
         self,

@@ -8,6 +8,7 @@ decode steps can be taken as one in `leap`.
 from __future__ import annotations
 
 from bisect import bisect_right
+from functools import lru_cache
 from hashlib import blake2b, shake_128
 from itertools import accumulate
 
@@ -47,19 +48,24 @@ _IDS_PER_DRAW = 64
 _BELOW_2_15 = bytes(i & 0x7F for i in range(256))
 
 
+@lru_cache(maxsize=1024)
+def _draw(id: str, number: int) -> bytes:
+    drawn = shake_128(f"{id}:{number}".encode()).digest(2 * _IDS_PER_DRAW)
+    ids = bytearray(TOKEN_BYTES * _IDS_PER_DRAW)
+    ids[0::TOKEN_BYTES] = drawn[0::2]
+    ids[1::TOKEN_BYTES] = drawn[1::2].translate(_BELOW_2_15)
+    return bytes(ids)
+
+
 def output_ids(id: str, index: int, count: int) -> bytes:
     """Output tokens index…index+count-1 of an engine without a model: ids below 2**15 that depend
     on the request's id and the position alone."""
-    first, last = index // _IDS_PER_DRAW, (index + count - 1) // _IDS_PER_DRAW
-    draws = [
-        shake_128(f"{id}:{n}".encode()).digest(2 * _IDS_PER_DRAW) for n in range(first, last + 1)
-    ]
-    drawn = b"".join(draws)
-    ids = bytearray(len(drawn) * 2)
-    ids[0::TOKEN_BYTES] = drawn[0::2]
-    ids[1::TOKEN_BYTES] = drawn[1::2].translate(_BELOW_2_15)
-    start = (index - first * _IDS_PER_DRAW) * TOKEN_BYTES
-    return bytes(ids[start : start + count * TOKEN_BYTES])
+    first, start = divmod(index, _IDS_PER_DRAW)
+    ids = _draw(id, first)
+    while len(ids) < (start + count) * TOKEN_BYTES:
+        first += 1
+        ids += _draw(id, first)
+    return ids[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES]
 
 
 class Engine:

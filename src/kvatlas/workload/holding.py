@@ -122,6 +122,13 @@ class Holding:
         self.key(count * self.keys.step)
         return self.keys.chain(prompt)[:prompt] + self.later
 
+    def run(self, first: int, apart: int, count: int) -> tuple[int, ...]:
+        """Keys of ``count`` prefixes, the shortest ``first`` tokens long, each ``apart`` longer."""
+        last = first + apart * (count - 1)
+        if last <= self.prompt:
+            return self.keys.run(first, apart, count)
+        return tuple([self.key(position) for position in range(first, last + 1, apart)])
+
     def _chained(self, start: int, count: int) -> int:
         """The key of ``count`` tokens more than ``start``, a multiple of the step."""
         parent = self.key(start) if start else self.keys.root

@@ -102,7 +102,6 @@ class Leaps:
                 count = -(-upto // size)
                 if count > total[i]:
                     plain += count - total[i]
-                    total[i] = count
                 if window and (gone := (upto - window) // size) > first[i]:
                     plain -= gone - first[i]
                     first[i] = gone
@@ -110,7 +109,7 @@ class Leaps:
                         kept = [entry for entry in held[i] if entry[0] >= gone]
                         plain += len(held[i]) - len(kept)
                         held[i] = kept
-            pool.settle(holding)
+            pool.settle(holding, upto)
         pool.blocks.plain += plain
         assert pool.blocks.unkeyed >= 0, "a leap took more than there was"
 

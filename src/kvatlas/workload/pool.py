@@ -178,11 +178,9 @@ class Pool:
 
         The holding can be admitted again (preemption): its tokens and keys stay.
         """
-        let_go = self.blocks.let_go
         for i, held in enumerate(holding.held):
             self.blocks.plain -= holding.total[i] - holding.first[i] - len(held)
-            for _, block in reversed(held):
-                let_go(block)
+            self.blocks.let_go_all(held)
             holding.held[i] = []
             holding.total[i] = holding.first[i] = holding.absent[i] = 0
         holding.cached = holding.room = holding.quiet_from = 0
@@ -274,7 +272,11 @@ class Pool:
 
     def _window_hit(self, slot: Slot, holding: Holding, position: int) -> bool:
         found = self.blocks.found[slot.index]
-        return all(holding.key(p) in found for p in _window_ends(slot, position))
+        if not position:
+            return True
+        if holding.key(position) not in found:  # most often the answer
+            return False
+        return all(key in found for key in _window_keys(slot, holding, position))
 
     def _hit_blocks(
         self, slot: Slot, holding: Holding, position: int
@@ -288,8 +290,9 @@ class Pool:
             return tuple([(i, found[keys[(i + 1) * every - 1]][0]) for i in range(count)])
         if not slot.group.required and not self._window_hit(slot, holding, position):
             return ()
-        ends = reversed(_window_ends(slot, position))
-        return tuple([(p // size - 1, found[holding.key(p)][0]) for p in ends])
+        window = _window_keys(slot, holding, position)
+        first = position // size - len(window)
+        return tuple([(i, found[key][0]) for i, key in enumerate(window, first)])
 
     # Blocks ------------------------------------------------------------------------------------
 
@@ -313,11 +316,9 @@ class Pool:
         self.wanted = idle + max(whole, now + reserved)
         if self.wanted > self.blocks.free:
             return False
-        hold = self.blocks.hold
         for (i, size, _), gone, blocks in zip(self.geometry, skipped, hit.blocks, strict=True):
             taken = [entry for entry in blocks if entry[0] >= gone] if gone else list(blocks)
-            for _, block in taken:
-                hold(block)
+            self.blocks.hold_all(taken)
             present = max(gone, hit.tokens // size)
             holding.held[i] = taken
             holding.total[i] = holding.absent[i] = present
@@ -338,19 +339,25 @@ class Pool:
                 need += missing
         if need > self.blocks.free:
             return False
-        self.blocks.allocate(need)
-        for i, size, _ in self.geometry:
-            total[i] = max(total[i], -(-upto // size))
-        self.settle(holding)
+        if need:
+            self.blocks.allocate(need)
+        self.settle(holding, upto)
         return True
 
-    def settle(self, holding: Holding) -> None:
-        """Work out how far the request goes before its blocks change again."""
+    def settle(self, holding: Holding, upto: int) -> None:
+        """Count the blocks for ``upto`` tokens as allocated, and work out how far the request
+        goes before its blocks change again."""
+        total, first = holding.total, holding.first
         room = quiet = _FAR
         for i, size, window in self.geometry:
-            room = min(room, holding.total[i] * size)
-            if window:
-                quiet = min(quiet, (holding.first[i] + 1) * size + window - 1)
+            count = -(-upto // size)
+            if count > total[i]:
+                total[i] = count
+            else:
+                count = total[i]
+            room = min(room, count * size)
+            if window and (next_gone := (first[i] + 1) * size + window - 1) < quiet:
+                quiet = next_gone
         holding.room, holding.quiet_from = room, quiet
 
     def _slide(self, slot: int, holding: Holding, first: int) -> None:
@@ -361,14 +368,15 @@ class Pool:
         holding.first[slot] = first
         held = holding.held[slot]
         count = sum(1 for index, _ in held if index < first) if held else 0
-        for _, block in reversed(held[:count]):
-            self.blocks.let_go(block)
+        self.blocks.let_go_all(held[:count])
         del held[:count]
         self.blocks.plain -= gone - count
 
 
-def _window_ends(slot: Slot, position: int) -> range:
-    """End positions, last first, of the blocks of this group that a resume at position needs."""
+def _window_keys(slot: Slot, holding: Holding, position: int) -> tuple[int, ...]:
+    """Keys, in order, of the blocks of this group that a resume at position needs."""
     size = slot.block_tokens
     count = position // size if slot.need is None else min(slot.need, position // size)
-    return range(position, position - count * size, -size)
+    if not count:
+        return ()
+    return holding.run(position - (count - 1) * size, size, count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from math import gcd
+from struct import unpack
 
 import msgspec
 
@@ -25,7 +26,7 @@ class PromptKeys:
     they do is to read the same keys out of it.
     """
 
-    __slots__ = ("_keys", "_subkeys", "adapter", "root", "salt", "step", "tokens")
+    __slots__ = ("_keys", "_runs", "_subkeys", "adapter", "root", "salt", "step", "tokens")
 
     def __init__(self, tokens: bytes, step: int, *, salt: str = "", adapter: str = "") -> None:
         self.tokens = tokens
@@ -36,6 +37,7 @@ class PromptKeys:
         self.root = int.from_bytes(blake2b(root, digest_size=8).digest(), "little")
         self._keys: list[int] = []
         self._subkeys: dict[int, int] = {}
+        self._runs: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def belong(self, tokens: bytes, step: int, salt: str, adapter: str) -> bool:
         """Whether these are the keys of such a prompt in an engine with that `key_step`."""
@@ -64,13 +66,38 @@ class PromptKeys:
             self._extend(count)
         return self._keys
 
+    def run(self, first: int, apart: int, count: int) -> tuple[int, ...]:
+        """Keys of ``count`` prefixes, the shortest ``first`` tokens long, each ``apart`` longer."""
+        found = self._runs.get((first, apart, count))
+        if found is not None:
+            return found
+        step, tokens, keys = self.step, self.tokens, []
+        digest = None  # of the tokens since ``full`` steps, up to ``hashed``
+        full = hashed = 0
+        for position in range(first, first + apart * count, apart):
+            before, rest = divmod(position, step)
+            if not rest:
+                keys.append(self.chain(before)[before - 1])
+                continue
+            if digest is None or before != full:
+                full, hashed = before, before * step
+                parent = self.chain(full)[full - 1] if full else self.root
+                digest = blake2b(digest_size=8, key=parent.to_bytes(8, "little"))
+            digest.update(tokens[hashed * TOKEN_BYTES : position * TOKEN_BYTES])
+            hashed = position
+            keys.append(int.from_bytes(digest.digest(), "little"))
+        found = self._runs[first, apart, count] = tuple(keys)
+        return found
+
     def _extend(self, count: int) -> None:
-        size = self.step * TOKEN_BYTES
+        width = self.step * TOKEN_BYTES
         keys, tokens = self._keys, self.tokens
-        parent = keys[-1] if keys else self.root
-        for start in range(len(keys) * size, count * size, size):
-            parent = chain_key(parent, tokens[start : start + size])
-            keys.append(parent)
+        parent = (keys[-1] if keys else self.root).to_bytes(8, "little")
+        digests = []
+        for start in range(len(keys) * width, count * width, width):
+            parent = blake2b(tokens[start : start + width], digest_size=8, key=parent).digest()
+            digests.append(parent)
+        keys += unpack(f"<{len(digests)}Q", b"".join(digests))
 
 
 def chain_key(parent: int, tokens: bytes | bytearray) -> int:

@@ -121,7 +121,7 @@ class Scheduler:
         """Decide one step. Empty work: there is nothing that could run now."""
         decided = Round(work=[], preempted=[], begun=[])
         budget = self._schedule_running(decided)
-        if not decided.preempted:
+        if (self.waiting or self.fetching) and not decided.preempted:
             self._schedule_waiting(budget, decided)
         return decided
 
