@@ -11,6 +11,7 @@ from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Eve
 from kvatlas.core.keys import Keyring, Scope
 from kvatlas.core.layout import Group, Layout, plain
 from kvatlas.core.records import Publisher, Resume, Tier
+from kvatlas.errors import LayoutError
 
 RING = Keyring(b"a secret for the tests")
 FP = b"\1" * 32
@@ -356,6 +357,38 @@ def test_undeclared_groups_are_counted_and_silence_their_publisher(v4: Directory
     v4.reset(W1)
     v4.apply(W1, v4_events(50))
     assert (v4_ask(v4)[0].tokens, v4.muted()) == (48, [])
+
+
+@pytest.mark.parametrize("block", [3, 5, 12, 1 << 31])
+def test_blocks_that_do_not_divide_are_no_claim_and_silence_their_publisher(
+    v4: Directory, block: int
+) -> None:
+    """Of a group that is declared, with other blocks than declared."""
+    v4.apply(W1, v4_events(50))
+    tokens = ids(*range(min(block, 12)))
+    odd = BlockStored((1,), None, tokens, block, group=2, kind="mla_attention")
+    applied = v4.apply(W1, [odd])
+    assert (applied.undeclared, applied.stored) == (1, 0)
+    assert (v4_ask(v4), v4.muted()) == ([], [W1])
+
+
+@pytest.mark.parametrize("block", [0, 3, 5, 16])
+def test_a_layout_whose_blocks_do_not_divide_its_grid_is_refused(block: int) -> None:
+    group = Group("odd", "*", block)
+    layout = Layout("m", "vllm", "", 8, (), (Group("kv", "*", 8), group))
+    with pytest.raises(LayoutError, match=f"'odd': blocks of {block} tokens do not divide"):
+        Directory(Keyring(b"secret" * 4)).register(W1, layout, b"f" * 32)
+
+
+def test_a_draft_head_that_appears_later_silences_its_publisher(v4: Directory) -> None:
+    """Its window is like the two that are declared, in a group of its own. An engine that was
+    described without a draft resumes earlier with one: nothing may be promised of it."""
+    v4.apply(W1, v4_events(50))
+    window = BlockStored(
+        (44, 48), None, ids(*range(50)), 4, group=4, kind="sliding_window_mla", window_tokens=8
+    )
+    assert v4.apply(W1, [window]).undeclared == 1
+    assert (v4_ask(v4), v4.muted()) == ([], [W1])
 
 
 def test_a_life_is_not_muted_for_what_the_one_before_said(v4: Directory) -> None:

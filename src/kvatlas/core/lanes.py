@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvatlas.core.layout import Group, Layout, Rule
+from kvatlas.errors import LayoutError
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -46,8 +47,16 @@ def lanes_of(layout: Layout) -> list[Lane]:
     A window that must be found with a block beyond p (`Group.lookahead`) is filed under the grid
     block that begins at p where it is smaller than one: that block's key stands for the tokens
     that the extra block must have. A larger window asks for one grid block more.
+
+    Raises `LayoutError` where the blocks of a group do not divide the grid.
     """
     grid = layout.grid_tokens
+    for group in layout.groups:
+        if group.block_tokens < 1 or grid % group.block_tokens:
+            raise LayoutError(
+                f"group {group.name!r}: blocks of {group.block_tokens} tokens do not divide the"
+                f" resume grid of {grid}"
+            )
     return [
         Lane(group, copy, *_places(group, grid))
         for group in layout.groups
