@@ -19,7 +19,7 @@ from typing import Any
 import kvatlas
 from benchmarks.peers import ROOT
 
-NAMES = ("decision", "directory", "tokenize", "second_turn", "gateway", "hit_rate")
+NAMES = ("decision", "directory", "tokenize", "second_turn", "gateway", "hit_rate", "simulate")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from sim_kit import BLOCK, chats, cluster_of, random_prompts, trace_of
 
 from kvatlas.sim.cluster import Cluster
 from kvatlas.sim.report import SimReport
-from kvatlas.sim.world import simulate
+from kvatlas.sim.world import World, simulate
 from kvatlas.workload.trace import Trace, TraceRequest, open_trace
 
 
@@ -128,6 +130,43 @@ def test_golden_run() -> None:
         0.66337526,
         [126, 171, 117, 86],
     )
+
+
+def test_a_run_leaves_no_cycles_behind() -> None:
+    """`kvatlas sim` turns the collector off."""
+    world = World(cluster_of())
+    gc.collect()
+    gc.disable()
+    try:
+        world.play(chats(300))
+        found = gc.collect()
+    finally:
+        gc.enable()
+    assert found < 100
+
+
+@pytest.mark.long
+def test_memory_does_not_follow_the_length_of_a_trace() -> None:
+    def peak(count: int) -> int:
+        trace = Trace("made", "made", BLOCK, lambda: _many(count))
+        tracemalloc.start()
+        simulate(cluster_of(count=2, blocks=4500), trace)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    assert peak(6_000) < 1.1 * peak(2_000)  # by then every cache is full
+
+
+def _many(count: int) -> Iterator[TraceRequest]:
+    """Prompts of eight new blocks, of which every other shares three with the one before."""
+    for index in range(count):
+        first = index // 2 * 16
+        ids = (
+            *range(first, first + 3),
+            *range(first + 3 + index % 2 * 5, first + 8 + index % 2 * 5),
+        )
+        yield TraceRequest(index, index * 0.3, len(ids) * BLOCK, 20, ids)
 
 
 @pytest.mark.long
