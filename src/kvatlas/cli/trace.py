@@ -6,7 +6,7 @@ import argparse
 import importlib
 
 # Each module has `add_parser(subparsers)` and `run(args) -> int`, as in cli/main.py.
-COMMANDS = ("trace_stats", "trace_hit_rate", "trace_generate", "trace_convert")
+COMMANDS = ("trace_stats", "trace_hit_rate", "trace_compare", "trace_generate", "trace_convert")
 
 _EPILOG = """\
 examples:

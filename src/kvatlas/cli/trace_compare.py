@@ -1,0 +1,209 @@
+"""``kvatlas trace compare``: the four strategies of seed document 003 in numbers, on one trace."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvatlas.cli.trace_hit_rate import add_cache_options, loaded, priced, read_scores, sizes
+from kvatlas.cli.trace_input import add_trace_options
+from kvatlas.core.layout import Layout
+from kvatlas.core.policy.attention import NOT_KNOWN, AttentionScores
+from kvatlas.core.policy.registry import make_policy
+from kvatlas.core.policy.speculative import Speculative
+from kvatlas.core.records import Tier
+from kvatlas.errors import ConfigError
+from kvatlas.sim.cache import Cache, Counts, Level, Work
+from kvatlas.sim.cache import run as replay
+from kvatlas.sim.oracles import endless, optimal
+from kvatlas.workload.models import load_layout
+
+_EPILOG = """\
+Strategies: 1 lru_sink, 2 attention, 3 prefix_tree, 4 speculative (which evicts nothing: it runs
+over strategy 3, as the seed advises, and over LRU). Tiers are hbm + dram + disk, exclusive.
+
+per use: processor time of the whole pass per block use, on this machine; compare rows of one run.
+Strategy 2 needs --scores of the model that is priced; for DeepSeek V4 these are statistics of its
+indexer's selections, which no engine reports: without them its row says "not known".
+
+examples:
+  kvatlas trace compare mooncake_conversation.jsonl.xz
+  kvatlas trace compare sessions.jsonl.xz --merge 8 --capacity 0.5%+2%+10% --json
+"""
+
+#: Bytes per second that a load from a tier reaches: PCIe 5 x16 50 to 55 of its nominal 64 GB/s;
+#: NVMe Gen5 x4 about 14 GB/s.
+LOAD_BYTES_PER_S = {Tier.DRAM: 50e9, Tier.DISK: 14e9}
+_ROWS = (
+    ("lru", "baseline", False),
+    ("lru_sink", "1", False),
+    ("attention", "2", False),
+    ("prefix_tree", "3", False),
+    ("prefix_tree", "3 + 4", True),
+    ("lru", "baseline + 4", True),
+    ("leaf_lru", "", False),
+    ("gdsf", "", False),
+    ("s3fifo", "", False),
+)
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One strategy; figures are None where nothing is known.
+
+    ``saved_s`` is prefill time saved, ``load_s`` what loading the hits from below hbm took of it,
+    had nothing been brought up ahead and nothing been overlapped. ``moved_bytes`` went up or down
+    between tiers, ``ahead_used`` is the share of what was brought up ahead that was then used.
+    """
+
+    policy: str
+    strategy: str
+    token_hit_rate: float | None = None
+    hbm_hit_rate: float | None = None
+    saved_s: float | None = None
+    load_s: float | None = None
+    moved_bytes: float | None = None
+    ahead_used: float | None = None
+    per_use_s: float | None = None
+    note: str = ""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "compare",
+        help="the four strategies of seed document 003 in numbers",
+        description="Hit rate, seconds saved, bytes moved and overhead of each strategy.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_trace_options(parser)
+    parser.add_argument(
+        "--capacity",
+        default="1%+4%+20%",
+        metavar="N|P%[+…]",
+        help="blocks, or shares of the distinct ones, of up to three tiers (1%%+4%%+20%%)",
+    )
+    add_cache_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    work = loaded(args)
+    caps = sizes(args.capacity, work, "blocks")
+    if len(caps) > 3:
+        raise ConfigError(f"--capacity {args.capacity}: hbm, dram and disk are three tiers at most")
+    layout, price = load_layout(args.model, engine=args.engine), priced(args)
+    scores = read_scores(args.scores)
+    rows = []
+    for policy, strategy, ahead in _ROWS:
+        note = _unknown(args.model, scores) if policy == "attention" else ""
+        if note:
+            rows.append(Row(policy, strategy, note=note))
+            continue
+        if sys.stderr.isatty():
+            print(f"\r{policy} {strategy} …\033[K", end="", file=sys.stderr, flush=True)
+        rows.append(_row(work, caps, layout, (policy, strategy, ahead), scores=scores, price=price))
+    rows += _oracles(work, sum(caps), price)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    if args.json:
+        told = {"trace": str(args.file), "model": args.model, "tiers": caps, "rows": rows}
+        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+    else:
+        _show(args, work, caps, rows)
+    return 0
+
+
+def _unknown(model: str, scores: AttentionScores | None) -> str:
+    if scores is None:
+        return f"{NOT_KNOWN}: no statistics of {model}"
+    return scores.speaks_for(model)
+
+
+def _row(
+    work: Work,
+    caps: tuple[int, ...],
+    layout: Layout,
+    what: tuple[str, str, bool],
+    *,
+    scores: AttentionScores | None,
+    price: Callable[[int], float],
+) -> Row:
+    policy, strategy, ahead = what
+    tiers = (Tier.HBM, Tier.DRAM, Tier.DISK)
+    levels = [
+        Level(make_policy(policy, tier, scores=scores), cap)
+        for tier, cap in zip(tiers, caps, strict=False)
+    ]
+    cache = Cache(levels, block_tokens=work.block_tokens, seconds=price)
+    began = time.process_time()
+    counts = replay(cache, work, ahead=Speculative() if ahead else None)
+    spent_s = time.process_time() - began
+    block_bytes = layout.page_bytes_per_token() * work.block_tokens
+    load_s = sum(
+        blocks * block_bytes / LOAD_BYTES_PER_S[tier]
+        for tier, blocks in zip(tiers, counts.tier_blocks, strict=False)
+        if tier in LOAD_BYTES_PER_S
+    )
+    return Row(
+        policy=policy,
+        strategy=strategy,
+        token_hit_rate=counts.token_hit_rate,
+        hbm_hit_rate=counts.tier_blocks[0] / counts.blocks,
+        saved_s=counts.saved_s,
+        load_s=load_s,
+        moved_bytes=(counts.promoted + counts.demoted) * block_bytes,
+        ahead_used=counts.prefetched_used / counts.prefetched if counts.prefetched else None,
+        per_use_s=spent_s / counts.blocks,
+    )
+
+
+def _oracles(work: Work, capacity: int, price: Callable[[int], float]) -> list[Row]:
+    found: list[tuple[str, Counts]] = [
+        ("optimal", optimal(work, capacity, seconds=price)),
+        ("endless", endless(work, seconds=price)),
+    ]
+    return [
+        Row(name, "oracle", token_hit_rate=c.token_hit_rate, saved_s=c.saved_s) for name, c in found
+    ]
+
+
+def _show(args: argparse.Namespace, work: Work, caps: tuple[int, ...], rows: list[Row]) -> None:
+    console = Console(highlight=False)
+    names = " + ".join(
+        f"{tier} {cap:,}" for tier, cap in zip(("hbm", "dram", "disk"), caps, strict=False)
+    )
+    console.print(
+        f"{args.file}: {len(work.prompts):,} requests, {work.unique_blocks:,} distinct blocks of "
+        f"{work.block_tokens} tokens; {names}; {args.model} on {args.devices} {args.device}"
+    )
+    table = Table(padding=(0, 0, 0, 1), box=box.SIMPLE_HEAD)
+    table.add_column("policy", no_wrap=True)
+    table.add_column("strategy", no_wrap=True)
+    for name in ("hits", "in hbm", "saved s", "load s", "moved GB", "ahead", "µs/use"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        if row.note:
+            table.add_row(row.policy, row.strategy, NOT_KNOWN)
+            continue
+        table.add_row(
+            row.policy,
+            row.strategy,
+            f"{row.token_hit_rate:.4f}",
+            "" if row.hbm_hit_rate is None else f"{row.hbm_hit_rate:.4f}",
+            f"{row.saved_s:,.1f}",
+            "" if row.load_s is None else f"{row.load_s:,.1f}",
+            "" if row.moved_bytes is None else f"{row.moved_bytes / 1e9:,.0f}",
+            "" if row.ahead_used is None else f"{row.ahead_used:.0%}",
+            "" if row.per_use_s is None else f"{1e6 * row.per_use_s:.1f}",
+        )
+    console.print(table)
+    for row in rows:
+        if row.note:
+            console.print(f"{row.policy}: {row.note}")
