@@ -64,8 +64,8 @@ class Holding:
     """One request's tokens, keys and blocks. Made by `Pool.open`, changed by the pool only."""
 
     __slots__ = (
-        *("absent", "cached", "first", "fresh", "held", "junction", "keys", "later", "named"),
-        *("prompt", "quiet_from", "room", "size", "tokens", "total", "unfilled"),
+        *("absent", "cached", "first", "fresh", "full_at", "gone_at", "held", "junction", "keys"),
+        *("later", "named", "prompt", "quiet_from", "room", "size", "tokens", "total", "unfilled"),
     )
 
     def __init__(self, slots: int, keys: PromptKeys) -> None:
@@ -83,8 +83,10 @@ class Holding:
         self.unfilled: set[tuple[int, int]] = set()  # (slot, index): never to be found
         self.held: list[list[tuple[int, int]]] = [[] for _ in range(slots)]  # (index, block id)
         self.fresh: list[BlockRef] = []  # became findable since the last `take_fresh`
-        self.room = 0  # tokens that fit without another block
-        self.quiet_from = 0  # computed tokens at which the next block leaves a window
+        self.full_at = [0] * slots  # tokens that fit into the blocks, and
+        self.room = 0  # the least of them
+        self.gone_at = [0] * slots  # computed tokens at which the next block leaves its window, and
+        self.quiet_from = 0  # the least of them
 
     def append(self, token: int) -> None:
         """One produced token id (uint32)."""

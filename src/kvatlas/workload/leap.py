@@ -53,16 +53,22 @@ class Leaps:
             limit = min(limit, holding.cached + grid - holding.size)
         if limit < 2:
             return 1
-        regular = all(self._is_regular(holding) for holding in holdings)
-        if regular and self._is_roomy(holdings, limit, wanted):
-            return limit
+        regular = True
         rows, left = [], [0] * limit
         for holding in holdings:
-            if regular:
+            far, plain = self._is_far(holding)
+            if far:
                 at = holding.size % grid
-                rows.append(self._moves[at : at + limit - 1])
+                row = self._moves[at : at + limit - 1]
+                if not plain:
+                    self._keyed(holding, limit, row, left)
             else:
-                rows.append(self._row(holding, limit, left))
+                row = self._row(holding, limit)
+                self._keyed(holding, limit, row, left)
+            regular = regular and far and plain
+            rows.append(row)
+        if regular and self._is_roomy(holdings, limit, wanted):
+            return limit
         blocks = self._pool.blocks
         unkeyed, free = blocks.unkeyed, blocks.free
         enough = wanted or inf
@@ -98,31 +104,40 @@ class Leaps:
         for holding in holdings:
             upto = holding.size + extra
             total, first, held = holding.total, holding.first, holding.held
+            full_at, gone_at = holding.full_at, holding.gone_at
             for i, size, window in pool.geometry:
-                count = -(-upto // size)
-                if count > total[i]:
+                if upto > full_at[i]:
+                    count = -(-upto // size)
                     plain += count - total[i]
-                if window and (gone := (upto - window) // size) > first[i]:
+                    total[i] = count
+                    full_at[i] = count * size
+                if upto > gone_at[i]:
+                    gone = (upto - window) // size
                     plain -= gone - first[i]
                     first[i] = gone
+                    gone_at[i] = (gone + 1) * size + window - 1
                     if held[i]:
                         kept = [entry for entry in held[i] if entry[0] >= gone]
                         plain += len(held[i]) - len(kept)
                         held[i] = kept
-            pool.settle(holding, upto)
+            holding.room = min(full_at)
+            holding.quiet_from = min(gone_at)
         pool.blocks.plain += plain
         assert pool.blocks.unkeyed >= 0, "a leap took more than there was"
 
-    def _is_regular(self, holding: Holding) -> bool:
-        """Far behind all windows, and nothing findable in them: `_moves` says what comes."""
+    def _is_far(self, holding: Holding) -> tuple[bool, bool]:
+        """Whether it is far behind all windows, so that `_moves` says what comes; and whether
+        none of the blocks in them has an id."""
         upto = holding.size
         if upto < self._regular_from:
-            return False
-        held, first = holding.held, holding.first
+            return False, False
+        held, first, plain = holding.held, holding.first, True
         for i, size, window in self._windows:
-            if held[i] or first[i] != (upto - window) // size:
-                return False
-        return True
+            if first[i] != (upto - window) // size:
+                return False, False
+            if held[i]:
+                plain = False
+        return True, plain
 
     def _is_roomy(self, holdings: Sequence[Holding], limit: int, wanted: int) -> bool:
         """Whether even the worst sum of all windows fits, and the best lets nobody in."""
@@ -139,21 +154,29 @@ class Leaps:
             return False
         return not wanted or blocks.free + level - many * self._low < wanted
 
-    def _row(self, holding: Holding, limit: int, left: list[int]) -> list[int]:
-        """What each step after the scheduled one takes of blocks without a key, less what it
-        gives back; findable blocks that leave a window are counted in ``left``."""
+    def _row(self, holding: Holding, limit: int) -> list[int]:
+        """What each step after the scheduled one takes of blocks without a key, less what leaves
+        a window."""
         upto = holding.size
         moves = [0] * limit  # by step; 0 is the scheduled one
         for i, size, window in self._pool.geometry:
             for step in range(holding.total[i] * size - upto + 1, limit, size):
                 moves[step] += 1
             if window:
-                base = size + window - upto
-                for step in range(holding.first[i] * size + base, limit, size):
+                for step in range((holding.first[i] + 1) * size + window - upto, limit, size):
                     moves[step] -= 1
-                for index, block in holding.held[i]:
-                    step = index * size + base
-                    if step < limit and self._pool.blocks.keys[block] is not None:
-                        moves[step] += 1
-                        left[step] += 1
         return moves[1:]
+
+    def _keyed(self, holding: Holding, limit: int, row: list[int], left: list[int]) -> None:
+        """Findable blocks that leave a window are not without a key: take them out of ``row`` and
+        count them in ``left``, which is free blocks by step."""
+        keys = self._pool.blocks.keys
+        for i, size, window in self._windows:
+            base = size + window - holding.size
+            for index, block in holding.held[i]:
+                step = index * size + base
+                if step >= limit:
+                    break
+                if keys[block] is not None:
+                    row[step - 1] += 1
+                    left[step] += 1

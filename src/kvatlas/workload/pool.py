@@ -325,40 +325,39 @@ class Pool:
             holding.first[i] = taken[0][0] if taken else present
         holding.cached = hit.tokens
         holding.junction = hit.junction
+        self.settle(holding)
         return True
 
     def _extend(self, holding: Holding, computed: int, upto: int) -> bool:
         """`grow` without making anything findable."""
-        total, first = holding.total, holding.first
+        total, full_at, gone_at = holding.total, holding.full_at, holding.gone_at
         need = 0
+        grown = []
         for i, size, window in self.geometry:
-            if window and (gone := (computed - window + 1) // size) > first[i]:
-                self._slide(i, holding, min(gone, total[i]))
-            missing = -(-upto // size) - total[i]
-            if missing > 0:
-                need += missing
+            if computed >= gone_at[i]:
+                self._slide(i, holding, min((computed - window + 1) // size, total[i]))
+                gone_at[i] = (holding.first[i] + 1) * size + window - 1
+            if upto > full_at[i]:
+                count = -(-upto // size)
+                need += count - total[i]
+                grown.append((i, count, count * size))
         if need > self.blocks.free:
+            holding.room = 0
             return False
         if need:
             self.blocks.allocate(need)
-        self.settle(holding, upto)
+        for i, count, full in grown:
+            total[i] = count
+            full_at[i] = full
+        holding.room = min(full_at)
+        holding.quiet_from = min(gone_at)
         return True
 
-    def settle(self, holding: Holding, upto: int) -> None:
-        """Count the blocks for ``upto`` tokens as allocated, and work out how far the request
-        goes before its blocks change again."""
-        total, first = holding.total, holding.first
-        room = quiet = _FAR
+    def settle(self, holding: Holding) -> None:
+        """After a change of what is allocated: how far that goes."""
         for i, size, window in self.geometry:
-            count = -(-upto // size)
-            if count > total[i]:
-                total[i] = count
-            else:
-                count = total[i]
-            room = min(room, count * size)
-            if window and (next_gone := (first[i] + 1) * size + window - 1) < quiet:
-                quiet = next_gone
-        holding.room, holding.quiet_from = room, quiet
+            holding.full_at[i] = holding.total[i] * size
+            holding.gone_at[i] = (holding.first[i] + 1) * size + window - 1 if window else _FAR
 
     def _slide(self, slot: int, holding: Holding, first: int) -> None:
         """Free the blocks of a windowed group before ``first``: no later token attends to them."""
