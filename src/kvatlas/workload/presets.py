@@ -63,17 +63,17 @@ FAMILIES: dict[str, Family] = {
 }
 
 # Pauses between the turns of people who chat: half below two minutes, one in a hundred an hour.
-_PAUSES = spread(107, 4000, 3)
+_PAUSES = Lengths(((0, 1), (0.2, 25), (0.5, 110), (0.65, 240), (0.99, 5000), (1, 7500)))
 
 
 def _dualpath(
     context_max: int, first: float, append: tuple[float, float], pace_sigma: float, output: float
 ) -> Family:
     """Agents that run until their context is full: those that append little run longest. Arrivals
-    are not published: 6,000 requests in an hour are ours."""
+    are not published: 12,000 requests in two hours are ours."""
     return Family(
-        requests=6000,
-        duration_s=3600,
+        requests=12_000,
+        duration_s=7200,
         block_tokens=64,
         first_tokens=spread(first, first * 3, first / 3),
         output_tokens=spread(output, output * 6, 8),
@@ -92,12 +92,12 @@ PRESETS: dict[str, Family] = {
         requests=43_058,
         duration_s=7200,
         block_tokens=16,
-        first_tokens=spread(150, 16_500, 5),
-        output_tokens=spread(375, 1641, 1, p90=780),
+        first_tokens=spread(115, 13_200, 5, p90=3300),
+        output_tokens=spread(375, 1641, 1, p90=870),
         groups=3000,
-        group_skew=1.3,
+        group_skew=1.15,
         ungrouped=0.15,
-        system_tokens=spread(330, 3500, 16),
+        system_tokens=spread(310, 3500, 16),
         turns=Lengths(((0, 1), (0.5, 1.2), (0.9, 3.6), (0.99, 11), (1, 16))),
         append_tokens=spread(50, 5000, 5),
         pace_sigma=0.3,
@@ -108,42 +108,42 @@ PRESETS: dict[str, Family] = {
         requests=172_800,
         duration_s=7200,
         block_tokens=16,
-        first_tokens=spread(72, 6100, 5),
+        first_tokens=spread(70, 6500, 5),
         output_tokens=spread(200, 1500, 1),
         groups=3000,
         group_skew=1.2,
         ungrouped=0.03,
-        system_tokens=spread(412, 2650, 16),
+        system_tokens=spread(405, 2750, 16),
     ),
     # Editors: long system prompts, few turns.
     "qwen-coder": Family(
         requests=43_011,
         duration_s=7200,
         block_tokens=16,
-        first_tokens=spread(1300, 10_500, 5, p90=5800),
+        first_tokens=spread(1150, 10_400, 5, p90=7700),
         output_tokens=spread(200, 1500, 1),
         groups=2000,
-        group_skew=1.25,
+        group_skew=1.22,
         ungrouped=0.03,
-        system_tokens=spread(2900, 10_500, 16),
+        system_tokens=spread(2850, 10_400, 16),
         turns=Lengths(((0, 1), (0.5, 1.01), (0.9, 2.5), (0.99, 7), (1, 10.5))),
         append_tokens=spread(150, 2500, 5),
         pace_sigma=0.3,
-        think_s=spread(115, 4500, 3),
+        think_s=spread(112, 6000, 1),
     ),
     # Tools and agents behind three system prompts, of 10,938, 9,203 and 3,449 requests.
     "mooncake-toolagent": Family(
         requests=23_608,
         duration_s=3600,
         block_tokens=512,
-        first_tokens=spread(1900, 58_000, 5, p90=8600),
-        output_tokens=spread(30, 2500, 1),
+        first_tokens=spread(2100, 59_000, 5, p90=8900),
+        output_tokens=spread(30, 3200, 1),
         groups=3,
         group_weights=(10_938, 9203, 3449),
         system_tokens=Lengths(((0, 1500), (1, 6000))),
-        example_sets=270,
+        example_sets=265,
         example_tokens=spread(800, 3800),
-        turns=Lengths(((0, 1), (0.9, 2.6), (0.99, 4), (1, 6))),
+        turns=Lengths(((0, 1), (0.5, 1), (0.9, 2.45), (0.99, 3.7), (1, 5.5))),
         append_tokens=spread(256, 5760, 5),
         think_s=spread(150, 1800, 3),
     ),
@@ -152,18 +152,18 @@ PRESETS: dict[str, Family] = {
         requests=12_031,
         duration_s=3537,
         block_tokens=512,
-        first_tokens=spread(5020, 88_000, 5),
+        first_tokens=spread(5150, 86_000, 5),
         output_tokens=spread(350, 1120, 1, p90=597),
         system_tokens=always(600),
         example_sets=42,
         example_tokens=spread(185, 740),
-        turns=Lengths(((0, 1), (0.5, 1.001), (0.9, 2.2), (0.99, 8.8), (1, 13))),
+        turns=Lengths(((0, 1), (0.5, 1.001), (0.9, 2.4), (0.99, 10), (1, 15))),
         append_tokens=spread(316, 7560, 5),
-        think_s=spread(144, 1100, 3),
+        think_s=spread(165, 1400, 3),
     ),
-    "dualpath-agent-60": _dualpath(32_768, 1200, (180, 4800), 0.9, 110),
-    "dualpath-agent-106": _dualpath(49_152, 1000, (140, 3300), 0.85, 127),
-    "dualpath-agent-157": _dualpath(65_536, 700, (112, 2700), 0.85, 130),
+    "dualpath-agent-60": _dualpath(32_768, 1200, (182, 4700), 0.9, 110),
+    "dualpath-agent-106": _dualpath(49_152, 1000, (124, 3000), 0.88, 129),
+    "dualpath-agent-157": _dualpath(65_536, 700, (99, 2600), 0.95, 131),
     # Seed document 003, chapter 8: 20 prompts of 8,000 tokens and 80 of 2,000; 1,500 are the system
     # prompt of all, 500 the examples of 20 each. That leaves the short ones no token of their own.
     "seed-003": Family(
