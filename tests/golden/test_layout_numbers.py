@@ -174,16 +174,22 @@ def test_prefill_from_the_middle_splits_into_fixed_cost_and_attention() -> None:
 
 
 def test_every_shipped_config_has_a_layout_in_both_engines() -> None:
-    assert len(known_models()) == 9
-    digests = set()
+    assert len(known_models()) >= 13
+    same: dict[str, set[str]] = {}
     for model in known_models():
         for engine in ("vllm", "sglang"):
             layout = layout_from_config(
                 load_config(model), engine=engine, kv_dtype="fp8", model=model
             )
-            digests.add(layout.digest())
-            own = "replicated" if model.startswith("deepseek") else "by_head"
+            same.setdefault(layout.digest(), set()).add(model)
+            latent = model.startswith(("deepseek", "kimi-k2"))
+            own = "replicated" if latent else "by_head"
             assert layout.tensor_parallel == own
-    # V3 and R1, and both Flashes without a draft, keep the same state of other weights: what
+    # V3, R1 and Kimi, and both Flashes without a draft, keep the same state of other weights: what
     # tells them apart is the model in the fingerprint.
-    assert len(digests) == 18 - 4
+    shared = [names for names in same.values() if len(names) > 1]
+    v3, flash = (
+        {"deepseek-v3", "deepseek-r1", "kimi-k2"},
+        {f"deepseek-v4-flash{x}" for x in ("", "-0731")},
+    )
+    assert sorted(shared, key=sorted) == [v3, v3, flash, flash]
