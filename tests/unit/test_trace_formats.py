@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,22 @@ def test_writing_leaves_all_or_nothing(tmp_path: Path) -> None:
     with pytest.raises(TraceError):
         write(tmp_path / "out.jsonl", open_trace(bad))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "there.jsonl"]
+
+
+def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
+    peaks = []
+    for size in (500, 4000):
+        path = tmp_path / f"{size}.jsonl"
+        write(
+            path,
+            (TraceRequest(n, float(n), 1600, 1, tuple(range(n, n + 100))) for n in range(size)),
+        )
+        trace = open_trace(path)
+        tracemalloc.start()
+        assert sum(1 for _ in trace) == size
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 100_000
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from kvatlas.service.load import LoadPlan, LoadResult, check, run_load
 from kvatlas.workload.trace import VOCAB_SIZE, Trace, TraceRequest, open_trace
 
 _EPILOG = """\
-The trace is JSON lines in Mooncake's form (also .jsonl.xz): timestamp in ms, input_length,
-output_length, hash_ids. Requests leave at their times, whether or not earlier ones were answered.
+The trace is of any format that `kvatlas trace` reads, JSON lines of Mooncake's form for one; a log
+of texts has to be converted first (kvatlas trace convert). Requests leave at their times, whether
+or not earlier ones were answered.
 
 examples:
   kvatlas load --trace mooncake_conversation.jsonl.xz --target http://127.0.0.1:8000 \\
