@@ -104,6 +104,8 @@ class Sequencer:
         self._newest: tuple[int, float] | None = None  # (seq, ts) of the newest live batch
         self._dirty = False  # anything applied since the last Reset
         self._run_start = 0  # number of the first batch applied since then
+        self._earliest: int | None = None  # of this life, that we heard of: see `_seek_rest`
+        self._refused = False  # the last rebuild was
         self._behind = False
         self._waiting: dict[int, Batch] = {}
         self._waiting_bytes = 0
@@ -158,6 +160,7 @@ class Sequencer:
             return self._doubtful(batch, now)
         if newest is None or batch.seq > newest[0]:
             self._newest = (batch.seq, batch.ts)
+        self._hear(batch)
         if self._running is not None:
             self._keep(batch)
             return []
@@ -168,6 +171,7 @@ class Sequencer:
         running = self._running
         if running is None or running.token != token:
             return []
+        self._hear(batch)
         if running.known is not None and batch.seq == running.known[0]:
             if batch.ts != running.known[1]:
                 return self._restart("its replay tells another history", now)
@@ -183,6 +187,8 @@ class Sequencer:
             if running.rebuild and self._dirty and batch.seq > max(self._floor, self._run_start):
                 return self._refuse_rebuild(now)
             if batch.seq > known:
+                if running.rebuild and self._dirty and batch.seq == self._run_start:
+                    self._earliest = batch.seq  # nothing is gained: no other is asked for
                 effects = self._reset(f"replayed from batch {batch.seq} on")
                 self._next = batch.seq
                 self._progress(running, now)
@@ -218,6 +224,7 @@ class Sequencer:
         effects = self._drain()
         if not self._missing():
             self._behind = False
+            self._seek_rest()
             return effects
         if running.progress or effects:
             return [*effects, *self._request(now)]
@@ -251,6 +258,7 @@ class Sequencer:
         self._running = None
         self._behind = False
         self._rebuild_due = None
+        self._earliest = None
         if self._newest is not None:
             self._next = self._floor = self._newest[0] + 1
             self._last_ts = self._newest[1]
@@ -292,7 +300,9 @@ class Sequencer:
         if self._next is not None:
             effects = self._reset(f"batches {self._next} to {batch.seq - 1} are lost")
         self._next = batch.seq
-        return [*effects, *self._apply(batch)]
+        effects += self._apply(batch)
+        self._seek_rest()
+        return effects
 
     def _doubtful(self, batch: Batch, now: float) -> list[Effect]:
         """Newer by number, older by clock: a leftover of an earlier life, or a clock set back.
@@ -319,6 +329,7 @@ class Sequencer:
         self._behind = False
         self._next = None
         self._newest = None
+        self._earliest, self._refused = None, False
         self._floor = 0
         self._last_ts = -math.inf
         self._rebuild_due = None
@@ -378,6 +389,7 @@ class Sequencer:
         effects = self._drain()
         if self._missing():
             effects += self._skip()
+        self._seek_rest()
         return effects
 
     def _refuse_rebuild(self, now: float) -> list[Effect]:
@@ -385,7 +397,22 @@ class Sequencer:
         Whether it is the engine that we knew, and what came since, is asked instead."""
         self.counters.rebuilds_refused += 1
         self._orphan_wait = self._limits.orphan_replay_max_s
+        if self._refused:
+            self._earliest = None  # it said so twice: this is no loss on the way
+        self._refused = not self._refused
         return self._request(now)
+
+    def _hear(self, batch: Batch) -> None:
+        if batch.seq >= self._floor and (self._earliest is None or batch.seq < self._earliest):
+            self._earliest = batch.seq
+
+    def _seek_rest(self) -> None:
+        """The run begins after batches that were heard of: the engine may still be able to tell
+        them, so it is asked in time. Orphans alone would not: not every block has children."""
+        earliest = self._earliest
+        if self.can_replay and self._dirty and earliest is not None and earliest < self._run_start:
+            due = max(self._orphan_next, self._no_replay_until)
+            self._rebuild_due = due if self._rebuild_due is None else min(self._rebuild_due, due)
 
     def _missing(self) -> bool:
         """Is there a batch that we know of and have not applied?"""

@@ -66,6 +66,7 @@ class Checkers:
         self.promises = 0  # promises above 0 that were compared with the truth
         self.tokens = 0  # tokens of answers that were compared
         self.outcomes: dict[str, Outcome] = {}
+        self.spans: dict[str, list[float]] = {}  # request → when it came and ended, in world time
         self.declined: set[tuple[str, str]] = set()  # (request, engine)
         self.witnesses: dict[str, Witness] = {}
         self._clock = clock
@@ -165,6 +166,7 @@ class Checkers:
         than is stated."""
         plans = [f"{plan.publisher} {plan.resume_tokens}" for plan in decision.plans]
         self.note(f"{inquiry.id} is routed: {', '.join(plans)}")
+        self.spans[inquiry.id] = [self._clock()] * 2
         ask = self._asks[inquiry.id]
         for plan in decision.plans:
             if plan.resume_tokens:
@@ -176,6 +178,7 @@ class Checkers:
     def ended(self, outcome: Outcome) -> None:
         """See `GatewayWatcher`."""
         self.note(f"{outcome.id} ends on {outcome.tried[-1:]}: {outcome.fault or 'answered'}")
+        self.spans[outcome.id][1] = self._clock()
         self.outcomes[outcome.id] = outcome
 
     # -- the dispatcher ---------------------------------------------------------------------------

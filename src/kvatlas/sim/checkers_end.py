@@ -35,7 +35,7 @@ def check_endings(checkers: Checkers, world: FaultWorld, asks: Iterable[Ask]) ->
 
 
 def _check_fault(checkers: Checkers, world: FaultWorld, outcome: Outcome) -> None:
-    start, end = outcome.arrived_at, outcome.ended_at
+    start, end = checkers.spans[outcome.id]
     if outcome.fault == "the client left":
         if outcome.id not in world.left:
             checkers.report("unexplained-error", f"{outcome.id}: {outcome.fault}, it is said")
