@@ -19,7 +19,16 @@ from typing import Any
 import kvatlas
 from benchmarks.peers import ROOT
 
-NAMES = ("decision", "directory", "tokenize", "second_turn", "gateway", "hit_rate", "simulate")
+NAMES = (
+    "decision",
+    "directory",
+    "tokenize",
+    "second_turn",
+    "gateway",
+    "hit_rate",
+    "engine_model",
+    "simulate",
+)
 RESULTS = Path(__file__).parent / "results"
 
 
