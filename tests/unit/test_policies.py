@@ -11,6 +11,7 @@ from kvatlas.core.policy.base import Facts, Heat, Key, Policy
 from kvatlas.core.policy.checkpoints import ENDS, ENDS_AND_JUNCTIONS, PROMPT_END, ZERO, periodic
 from kvatlas.core.policy.gdsf import Gdsf
 from kvatlas.core.policy.lru_sink import LruSink
+from kvatlas.core.policy.objective import Objective
 from kvatlas.core.policy.prefix_tree import PrefixTree
 from kvatlas.core.policy.registry import make_policy
 from kvatlas.core.policy.s3fifo import S3Fifo
@@ -250,6 +251,25 @@ def test_what_a_request_costs_to_keep() -> None:
     assert priced.total_bytes == priced.chain_bytes + 2 * 4_074_496
     llama = load_layout("llama-3.1-70b", engine="vllm")
     assert checkpoints.price(llama, ENDS, 8192, 1000).points == 0
+
+
+# -- the objective --------------------------------------------------------------------------------
+
+
+def test_goals_weigh_in_the_order_of_the_seed() -> None:
+    objective = Objective()
+    base = objective.value(saved=0.5, moving=0.1, decode_slower=0.1, hbm_used=0.5)
+    steps = [
+        objective.value(saved=0.6, moving=0.1, decode_slower=0.1, hbm_used=0.5) - base,
+        objective.value(saved=0.5, moving=0.0, decode_slower=0.1, hbm_used=0.5) - base,
+        objective.value(saved=0.5, moving=0.1, decode_slower=0.0, hbm_used=0.5) - base,
+        objective.value(saved=0.5, moving=0.1, decode_slower=0.1, hbm_used=0.4) - base,
+    ]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] > 0
+    for wrong in ((1.0, 2.0, 0.0, 0.0), (-1.0, -2.0, -3.0, -4.0), (float("nan"),), (8, 4, 2, 3)):
+        with pytest.raises(ConfigError, match="objective weights"):
+            Objective(*wrong)
 
 
 # -- strategy 4 -----------------------------------------------------------------------------------

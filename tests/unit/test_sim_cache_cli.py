@@ -78,6 +78,7 @@ def test_compare_says_what_is_not_known(trace: Path, capsys: Capsys, tmp_path: P
         assert isinstance(row["token_hit_rate"], float)
         assert 0 <= row["token_hit_rate"] <= 1
         assert isinstance(row["per_use_s"], float)
+        assert isinstance(row["objective"], float)
     assert main(["trace", "compare", str(trace)]) == 0
     assert "not known" in capsys.readouterr().out
     scores = tmp_path / "scores.json"
@@ -136,6 +137,12 @@ def test_bad_traces_end_with_2(tmp_path: Path, capsys: Capsys, content: str) -> 
         assert main(["trace", command, str(path)]) == 2
         assert "bad.jsonl" in capsys.readouterr().err
     assert main(["trace", "compare", str(tmp_path / "none.jsonl")]) == 2
+
+
+@pytest.mark.parametrize("weights", ["", "1,2", "a,b,c,d", "1,2,3,4", "-1,-1,-1,-1", "nan,0,0,0"])
+def test_weights_that_are_none(trace: Path, capsys: Capsys, weights: str) -> None:
+    assert main(["trace", "compare", str(trace), f"--weights={weights}"]) == 2
+    assert "weights" in capsys.readouterr().err
 
 
 def test_the_issue_commands_on_the_real_trace(

@@ -16,6 +16,7 @@ from kvatlas.cli.trace_hit_rate import add_cache_options, loaded, priced, read_s
 from kvatlas.cli.trace_input import add_trace_options
 from kvatlas.core.layout import Layout
 from kvatlas.core.policy.attention import NOT_KNOWN, AttentionScores
+from kvatlas.core.policy.objective import Objective
 from kvatlas.core.policy.registry import make_policy
 from kvatlas.core.policy.speculative import Speculative
 from kvatlas.core.records import Tier
@@ -29,7 +30,8 @@ _EPILOG = """\
 Strategies: 1 lru_sink, 2 attention, 3 prefix_tree, 4 speculative (which evicts nothing: it runs
 over strategy 3, as the seed advises, and over LRU). Tiers are hbm + dram + disk, exclusive.
 
-per use: processor time of the whole pass per block use, on this machine; compare rows of one run.
+worth: the objective, with decode left out, which a cache without time does not see.
+µs/use: processor time of the whole pass per block use, on this machine; compare rows of one run.
 Strategy 2 needs --scores of the model that is priced; for DeepSeek V4 these are statistics of its
 indexer's selections, which no engine reports: without them its row says "not known".
 
@@ -60,6 +62,7 @@ class Row(msgspec.Struct, frozen=True):
     ``saved_s`` is prefill time saved, ``load_s`` what loading the hits from below hbm took of it,
     had nothing been brought up ahead and nothing been overlapped. ``moved_bytes`` went up or down
     between tiers, ``ahead_used`` is the share of what was brought up ahead that was then used.
+    ``objective`` weighs what was saved against loading and the room taken in hbm.
     """
 
     policy: str
@@ -70,6 +73,7 @@ class Row(msgspec.Struct, frozen=True):
     load_s: float | None = None
     moved_bytes: float | None = None
     ahead_used: float | None = None
+    objective: float | None = None
     per_use_s: float | None = None
     note: str = ""
 
@@ -89,6 +93,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N|P%[+…]",
         help="blocks, or shares of the distinct ones, of up to three tiers (1%%+4%%+20%%)",
     )
+    parser.add_argument(
+        "--weights",
+        default="8,4,2,1",
+        metavar="W,W,W,W",
+        help="of the objective: prefix hit, transfer, decode, hbm; never rising (8,4,2,1)",
+    )
     add_cache_options(parser)
     parser.set_defaults(run=run)
 
@@ -99,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     if len(caps) > 3:
         raise ConfigError(f"--capacity {args.capacity}: hbm, dram and disk are three tiers at most")
     layout, price = load_layout(args.model, engine=args.engine), priced(args)
-    scores = read_scores(args.scores)
+    scores, objective = read_scores(args.scores), _objective(args.weights)
     rows = []
     for policy, strategy, ahead in _ROWS:
         note = _unknown(args.model, scores) if policy == "attention" else ""
@@ -108,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             continue
         if sys.stderr.isatty():
             print(f"\r{policy} {strategy} …\033[K", end="", file=sys.stderr, flush=True)
-        rows.append(_row(work, caps, layout, (policy, strategy, ahead), scores=scores, price=price))
+        rows.append(_row(work, caps, layout, (policy, strategy, ahead), objective, scores, price))
     rows += _oracles(work, sum(caps), price)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
@@ -120,18 +130,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _objective(text: str) -> Objective:
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != 4:
+        raise ConfigError(f"--weights {text!r}: four numbers with commas between them")
+    return Objective(*weights)
+
+
 def _unknown(model: str, scores: AttentionScores | None) -> str:
     if scores is None:
         return f"{NOT_KNOWN}: no statistics of {model}"
     return scores.speaks_for(model)
 
 
-def _row(
+def _row(  # noqa: PLR0917
     work: Work,
     caps: tuple[int, ...],
     layout: Layout,
     what: tuple[str, str, bool],
-    *,
+    objective: Objective,
     scores: AttentionScores | None,
     price: Callable[[int], float],
 ) -> Row:
@@ -160,6 +180,11 @@ def _row(
         load_s=load_s,
         moved_bytes=(counts.promoted + counts.demoted) * block_bytes,
         ahead_used=counts.prefetched_used / counts.prefetched if counts.prefetched else None,
+        objective=objective.value(
+            saved=counts.saved_s / counts.whole_s,
+            moving=load_s / counts.whole_s,
+            hbm_used=levels[0].used / levels[0].capacity,
+        ),
         per_use_s=spent_s / counts.blocks,
     )
 
@@ -186,7 +211,7 @@ def _show(args: argparse.Namespace, work: Work, caps: tuple[int, ...], rows: lis
     table = Table(padding=(0, 0, 0, 1), box=box.SIMPLE_HEAD)
     table.add_column("policy", no_wrap=True)
     table.add_column("strategy", no_wrap=True)
-    for name in ("hits", "in hbm", "saved s", "load s", "moved GB", "ahead", "µs/use"):
+    for name in ("hits", "in hbm", "saved s", "load s", "moved GB", "ahead", "worth", "µs/use"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if row.note:
@@ -201,6 +226,7 @@ def _show(args: argparse.Namespace, work: Work, caps: tuple[int, ...], rows: lis
             "" if row.load_s is None else f"{row.load_s:,.1f}",
             "" if row.moved_bytes is None else f"{row.moved_bytes / 1e9:,.0f}",
             "" if row.ahead_used is None else f"{row.ahead_used:.0%}",
+            "" if row.objective is None else f"{row.objective:.2f}",
             "" if row.per_use_s is None else f"{1e6 * row.per_use_s:.1f}",
         )
     console.print(table)

@@ -26,12 +26,12 @@ class PrefixTree:
     tree = True
 
     def __init__(
-        self, *, half_life_s: float = 600.0, fine_blocks: int = 1, coarse_blocks: int = 4
+        self, *, half_life_s: float = 60.0, fine_blocks: int = 1, coarse_blocks: int = 4
     ) -> None:
         """Raises ValueError unless 1 <= fine_blocks <= coarse_blocks and the half-life is above 0.
 
-        600 s: above the think times between the turns of a session (medians of 10 to 120 s in
-        public traces), so that one that went on is still worth something. 4 blocks of 256 tokens:
+        60 s is about the median think time between the turns of a session (10 to 120 s in public
+        traces): shorter is LRU, longer holds on to what many used once and nobody uses now. 4 blocks of 256 tokens:
         the seed's chapter 7 asks for nodes of 512 to 1,024 tokens on V4.
         """
         if not (1 <= fine_blocks <= coarse_blocks and 0 < half_life_s < math.inf):
