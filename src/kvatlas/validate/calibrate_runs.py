@@ -26,6 +26,8 @@ from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.step_time import StepTime
 
 REQUESTS_MAX = 100_000
+TOKENS_MAX = 1 << 22  # of one request
+SECONDS_MAX = 1e7  # from the first arrival to any time that is told
 LINE_MAX = 16 << 20
 _WORKSPACE_BYTES = 2 << 30  # activations and CUDA graphs, where a run does not tell its blocks
 
@@ -214,10 +216,14 @@ def _requests(path: Path, prompts: Path | None) -> tuple[Recorded, ...]:
 def _recorded(told: _Line, arrival_s: float, prompt: bytes, number: int) -> Recorded:
     if told.input_toks < 1 or told.output_toks < 2:
         raise ValueError("at least 1 input and 2 output tokens are needed for a time per token")
+    if told.input_toks + told.output_toks > TOKENS_MAX:
+        raise ValueError(f"more than {TOKENS_MAX} tokens")
     ttft_s = told.first_token_ts - told.queued_ts
     rest_s = told.last_token_ts - told.first_token_ts
-    if not (0 < ttft_s < math.inf and 0 < rest_s < math.inf):
+    if not (ttft_s > 0 and rest_s > 0):
         raise ValueError("times must go up: queued_ts, first_token_ts, last_token_ts")
+    if not arrival_s + ttft_s + rest_s < SECONDS_MAX:
+        raise ValueError(f"times lie more than {SECONDS_MAX:g} s apart")
     if prompt:
         ids = msgspec.json.decode(prompt, type=_Prompt)
         if (ids.input_toks, ids.output_toks) != (told.input_toks, told.output_toks):
@@ -228,7 +234,7 @@ def _recorded(told: _Line, arrival_s: float, prompt: bytes, number: int) -> Reco
             raise ValueError("a token id is not a uint32")
         tokens = array("I", ids.input_tok_ids).tobytes()
     else:
-        tokens = array("I", range(number << 16, (number << 16) + told.input_toks)).tobytes()
+        tokens = array("I", [number, *range(1, told.input_toks)]).tobytes()
     return Recorded(
         id=told.request_id,
         arrival_s=arrival_s,

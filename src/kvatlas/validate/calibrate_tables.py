@@ -192,10 +192,11 @@ def _arrangement(fields: Mapping[str, str]) -> tuple[int, int]:
     """(devices that share each request, ranks). Where the same GPUs split the experts both ways
     (``moe_tp`` = ``moe_ep``) the source multiplies the two instead of counting GPUs once: its
     rows of 4 × 4 repeat those of 4."""
-    tensor, ranks, moe_tensor, moe_expert = (
-        max(int(fields[name] or 1), 1)
-        for name in ("tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
-    )
+    names = ("tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
+    for name in names:  # some rows say 0 or nothing where they mean 1
+        if fields[name] and not fields[name].isdecimal():
+            raise ValueError(f"{name} is {fields[name]!r}: a whole number is needed")
+    tensor, ranks, moe_tensor, moe_expert = (max(int(fields[n] or 1), 1) for n in names)
     gpus = tensor * ranks
     if moe_tensor == moe_expert > 1 and gpus == moe_tensor * moe_expert:
         gpus = moe_tensor
