@@ -313,6 +313,7 @@ def test_the_overhead_is_paid_once_per_step() -> None:
         ({"blocks": 0}, "blocks is 0"),
         ({"step_tokens": 0}, "step_tokens is 0"),
         ({"max_running": 0}, "max_running is 0"),
+        ({"max_held": -1}, "max_held is -1"),
         ({"time_scale": -1.0}, "time_scale is -1.0"),
         ({"step_overhead_s": float("nan")}, "step_overhead_s is nan"),
         ({"prefill_tokens_per_s": 0.0}, "above 0"),

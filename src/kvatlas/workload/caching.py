@@ -12,7 +12,7 @@ from math import gcd
 from kvatlas.core.events import BlockStored
 from kvatlas.core.layout import Layout
 from kvatlas.workload.blocks import Blocks
-from kvatlas.workload.holding import TOKEN_BYTES, Holding, Slot
+from kvatlas.workload.holding import Holding, Slot
 from kvatlas.workload.protocol import BlockRef
 
 
@@ -54,7 +54,7 @@ class Caching:
             keys = self._add(slot, holding, kept) if kept else ()
             if self._blocks.publish:
                 if shared is None or first * size != start:
-                    tokens = _tokens(holding, first * size, end)
+                    tokens = holding.ids(first * size, end)
                     shared = tokens if first * size == start else shared
                 else:
                     tokens = shared
@@ -90,7 +90,7 @@ class Caching:
         blocks.found[slot.index].setdefault(key, []).append(block)
         if blocks.publish:
             start = position - step
-            tokens = _tokens(holding, start, position)
+            tokens = holding.ids(start, position)
             self._announce(slot, holding, (key,), start, tokens, salted=not start, unit=step)
 
     def _kept(self, slot: Slot, holding: Holding, start: int, end: int) -> list[int] | range:
@@ -179,8 +179,3 @@ class Caching:
                 adapter=holding.keys.adapter,
             )
         )
-
-
-def _tokens(holding: Holding, start: int, end: int) -> bytes:
-    """Token ids start…end-1, copied out."""
-    return bytes(memoryview(holding.tokens)[start * TOKEN_BYTES : end * TOKEN_BYTES])

@@ -430,10 +430,9 @@ class Engine:
 
     def _compute(self, work: Work) -> None:
         assert self._model is not None
-        start, end = work.start, work.end
-        tokens = work.request.holding.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
-        id = work.request.arrive.id
-        self._model.compute(Computed(id, start, end, work.filled), bytes(tokens))
+        id, start, end = work.request.arrive.id, work.start, work.end
+        tokens = work.request.holding.ids(start, end)
+        self._model.compute(Computed(id, start, end, work.filled), tokens)
 
     def _decode(self, model: Model, work: Work, steps: int) -> int:
         """The tokens of the first step, which is computed, and of those that follow it."""

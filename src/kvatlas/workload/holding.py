@@ -65,11 +65,11 @@ class Holding:
 
     __slots__ = (
         *("absent", "cached", "first", "fresh", "full_at", "gone_at", "held", "junction", "keys"),
-        *("later", "named", "prompt", "quiet_from", "room", "size", "tokens", "total", "unfilled"),
+        *("later", "named", "output", "prompt", "quiet_from", "room", "size", "total", "unfilled"),
     )
 
     def __init__(self, slots: int, keys: PromptKeys) -> None:
-        self.tokens = bytearray(keys.tokens)
+        self.output = bytearray()  # token ids behind the prompt's
         self.prompt = len(keys.tokens) // TOKEN_BYTES
         self.size = self.prompt  # tokens known so far: the prompt and what was produced
         self.keys = keys
@@ -90,13 +90,22 @@ class Holding:
 
     def append(self, token: int) -> None:
         """One produced token id (uint32)."""
-        self.tokens += token.to_bytes(TOKEN_BYTES, "little")
+        self.output += token.to_bytes(TOKEN_BYTES, "little")
         self.size += 1
 
     def extend(self, tokens: bytes) -> None:
         """Several of them, little endian."""
-        self.tokens += tokens
+        self.output += tokens
         self.size += len(tokens) // TOKEN_BYTES
+
+    def ids(self, start: int, end: int) -> bytes:
+        """Token ids start…end-1, uint32 little endian."""
+        first, last = start * TOKEN_BYTES, end * TOKEN_BYTES
+        prompt = self.prompt * TOKEN_BYTES
+        if end <= self.prompt:
+            return self.keys.tokens[first:last]
+        tail = bytes(memoryview(self.output)[max(0, first - prompt) : last - prompt])
+        return self.keys.tokens[first:] + tail if first < prompt else tail
 
     def take_fresh(self) -> tuple[BlockRef, ...]:
         """Blocks that became findable since the last call, in the order of caching."""
@@ -134,4 +143,4 @@ class Holding:
     def _chained(self, start: int, count: int) -> int:
         """The key of ``count`` tokens more than ``start``, a multiple of the step."""
         parent = self.key(start) if start else self.keys.root
-        return chain_key(parent, self.tokens[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES])
+        return chain_key(parent, self.ids(start, start + count))

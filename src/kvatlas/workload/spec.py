@@ -58,6 +58,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
         for field, bound in least.items():
             if getattr(self, field) < bound:
                 raise ConfigError(f"{field} is {getattr(self, field)}: give at least {bound}")
+        if self.max_held is not None and self.max_held < 0:
+            raise ConfigError(f"max_held is {self.max_held}: give a number from 0 up")
         if self.blocks > BLOCKS_MAX:
             raise ConfigError(f"blocks is {self.blocks}: give at most {BLOCKS_MAX}")
         for field in ("weight_bytes", "step_overhead_s", "time_scale"):
