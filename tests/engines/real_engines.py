@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,14 @@ def require(engine: str) -> Path:
     if reason:
         pytest.skip(reason)
     return install.venv_of(engine)
+
+
+def require_v4(engine: str = "vllm") -> Path:
+    """The same where DeepSeek V4 can run: its kernels need AVX512-BF16 (see ``vllm_v4_shim``)."""
+    flags = Path("/proc/cpuinfo").read_text("utf-8") if sys.platform == "linux" else ""
+    if "avx512_bf16" not in flags and not ("avx512f" in flags and "cpuid_fault" in flags):
+        pytest.skip("vLLM's kernels for DeepSeek V4 need a processor with AVX512-BF16")
+    return require(engine)
 
 
 @functools.cache

