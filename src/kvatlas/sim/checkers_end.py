@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from kvatlas.core.directory import Directory
-from kvatlas.core.dispatch import Finished, Question
+from kvatlas.core.dispatch import Dispatcher, Finished, Join, Question
 from kvatlas.core.keys import PUBLIC, Scope
-from kvatlas.core.router import Plan
+from kvatlas.core.native import KeyTable, NameTable
+from kvatlas.core.router import Plan, Router
 from kvatlas.sim.checkers import BACK_S, Checkers
 from kvatlas.sim.faults import Ask
 from kvatlas.sim.faults_world import FaultWorld
 from kvatlas.sim.gateway import Outcome
 
+#: Entries that may be left in all maps and queues when nothing is held: bits, last of their kind.
+LEFT_MAX = 100
 _NO_ENGINE = ("the engine broke off", "the engine fell silent")
 
 
@@ -130,3 +134,46 @@ def check_convergence(checkers: Checkers, world: FaultWorld) -> None:
             fresh.apply(publisher, batch.events)
     if limits.holders_max >= 1_000_000 and fresh.digest() != directory.digest():
         checkers.report("convergence", f"holders: {directory.holders}, should be {fresh.holders}")
+
+
+def check_memory(checkers: Checkers, world: FaultWorld) -> None:
+    """No engine holds anything any more: nor does any map or queue of the core."""
+    fresh = Dispatcher(Directory(world.keyring), Router(), world.keyring)
+    for engine in world.engines.values():
+        fresh.handle(Join(engine.publisher, engine.layout, engine.identity), 0.0)
+    kept, least = census(world.dispatcher), census(fresh)
+    if kept > least + LEFT_MAX:
+        checkers.report(
+            "bounds",
+            f"{kept} entries are kept where no engine holds anything, at first {least}",
+        )
+    if world.dispatcher.directory.holders:
+        checkers.report(
+            "leak", f"{world.dispatcher.directory.holders} holders are counted where there is none"
+        )
+
+
+def census(root: object) -> int:
+    """Entries of every container that an object of the core reaches through its attributes."""
+    seen: set[int] = set()
+    found, waiting = 0, [root]
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, dict):
+            found += len(thing)
+            waiting += [*thing, *thing.values()]
+        elif isinstance(thing, list | deque | set | tuple):
+            found += len(thing)
+            waiting += thing
+        elif isinstance(thing, KeyTable | NameTable):
+            found += len(thing)
+        elif type(thing).__module__.startswith("kvatlas.core"):
+            names = [
+                name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())
+            ]
+            waiting += [getattr(thing, name, None) for name in names]
+            waiting += getattr(thing, "__dict__", {}).values()
+    return found

@@ -237,7 +237,10 @@ def _asks(
                 sessions[index] += new
             tokens = sessions[index]
         else:
-            tokens = draw.choice(shared) + new
+            start = draw.choice(shared)
+            if draw.random() < 0.2:  # parts with the others inside a block
+                start = start[: 4 * draw.randint(1, len(start) // 4)]
+            tokens = start + new
             if draw.random() < 0.5:
                 sessions.append(tokens)
         if draw.random() < 0.15:  # ends with a block: the last one must be computed all the same

@@ -344,6 +344,12 @@ class FaultWorld:
                 engine.wake()
             engine.start()
 
+    def restart_all(self) -> None:
+        """New processes everywhere: nobody holds anything."""
+        for engine in self.engines.values():
+            engine.stop()
+            engine.start()
+
     def probe(self, number: int, tokens: Callable[[SimEngine], bytes]) -> None:
         """Somebody else uses each engine once: it has something to say then."""
         for name, engine in self.engines.items():
