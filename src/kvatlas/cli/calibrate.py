@@ -108,6 +108,7 @@ def _runs(args: argparse.Namespace) -> RunReport:
     shortest = min(len(r.requests) for r in runs)
     if not 2 <= args.fit_requests < shortest:
         raise ConfigError(f"--fit-requests {args.fit_requests}: 2 to {shortest - 1} are possible")
+    print(f"fitting {len(runs)} runs, some 45 times the engine model each", file=sys.stderr)
     return calibrate_runs(runs, fit_requests=args.fit_requests, seed=args.seed)
 
 
