@@ -265,9 +265,16 @@ def test_mla_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str], tmp_
         assert "wrong numbers from any cached prefix" in capsys.readouterr().err
 
 
-def test_what_is_no_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_no_model_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["validate", "exactness", "--model", str(tmp_path)]) == 2
     assert "gqa, swa, v4" in capsys.readouterr().err
+    assert main(["validate", "exactness", "--out", str(tmp_path / "out")]) == 2
+    assert "say --model, one of gqa, swa, v4" in capsys.readouterr().err
+    assert main(["validate", "exactness", "--venv", str(tmp_path)]) == 2
+    assert "has no vllm" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)  # no tests here
     assert main(["validate", "exactness", "--model", "v4", "--venv", str(tmp_path)]) == 2
     assert "shim" in capsys.readouterr().err
 

@@ -18,12 +18,14 @@ from kvatlas.errors import ConfigError
 from kvatlas.validate import exactness_transformers as transformers
 from kvatlas.validate.exactness import FAULTS, Finding, Report
 from kvatlas.validate.exactness_vllm import cases, run, subject
+from kvatlas.validate.tiny import TINY
 from kvatlas.workload.proofs import add_proof
 
 SHIM = Path("tests/engines/vllm_v4_shim")
 
 _EPILOG = f"""\
 examples:
+  kvatlas validate exactness --engine vllm               gqa, swa and v4, one after the other
   kvatlas validate exactness --engine vllm --model gqa
   kvatlas validate exactness --engine vllm --model swa --positions 99,100,101 --json
   kvatlas validate exactness --engine vllm --model v4 --engine-path {SHIM} --record proofs.json
@@ -49,9 +51,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--model",
-        required=True,
         metavar="MODEL",
-        help="gqa, swa, v4 or a model's directory; with transformers v4 or mla",
+        help="gqa, swa, v4 or a model's directory; with transformers v4 or mla (default: all that"
+        " have a name)",
     )
     parser.add_argument(
         "--positions",
@@ -68,8 +70,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="load where it was computed: quicker, proves less, and records nothing",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the prompts (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--json", action="store_true", help="print JSON, one report after another")
+    parser.add_argument("--out", type=Path, help="also write the JSON of one model to this file")
     parser.add_argument(
         "--record", type=Path, help="add what was shown of the minimal resume point to this file"
     )
@@ -90,8 +92,21 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         default=[],
-        help="directory for the engine's PYTHONPATH; may be repeated",
+        help="directory for the engine's PYTHONPATH; may be repeated (default: for v4 the shim of"
+        " kvatlas's tests, where they are here)",
     )
+
+
+def engine_path(args: argparse.Namespace, *, v4: bool) -> list[Path]:
+    """What goes onto the engine's PYTHONPATH. Raises ConfigError for V4 without its shim."""
+    if args.engine_path or not v4:
+        return list(args.engine_path)
+    if not SHIM.is_dir():
+        raise ConfigError(
+            "vLLM's CPU build runs DeepSeek V4 only with the test shim of kvatlas's own tests:"
+            f" --engine-path {SHIM}"
+        )
+    return [SHIM]
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -106,7 +121,16 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def run_exactness(args: argparse.Namespace) -> int:
     """Exit status 0 where every case went as expected, 1 otherwise."""
-    report = _with_vllm(args) if args.engine == "vllm" else _with_transformers(args)
+    named = [t.name for t in TINY] if args.engine == "vllm" else list(transformers.MODELS)
+    models = [args.model] if args.model else named
+    if args.out and len(models) > 1:
+        raise ConfigError(f"--out is for one report: say --model, one of {', '.join(named)}")
+    return max([_run_one(args, model) for model in models])
+
+
+def _run_one(args: argparse.Namespace, model: str) -> int:
+    run_with = _with_vllm if args.engine == "vllm" else _with_transformers
+    report = run_with(args, model)
     data = msgspec.json.format(msgspec.json.encode(report))
     if args.out:
         args.out.write_bytes(data + b"\n")
@@ -123,30 +147,26 @@ def run_exactness(args: argparse.Namespace) -> int:
     return 0 if report.ok() else 1
 
 
-def _with_vllm(args: argparse.Namespace) -> Report:
+def _with_vllm(args: argparse.Namespace, model: str) -> Report:
     with tempfile.TemporaryDirectory() as folder:
-        what = subject(args.model, Path(folder))
-        if what.layout.has_minimal() and not args.engine_path:
-            raise ConfigError(
-                "vLLM's CPU build runs DeepSeek V4 only with the test shim of kvatlas's own tests:"
-                f" --engine-path {SHIM}"
-            )
+        what = subject(model, Path(folder))
+        path = engine_path(args, v4=what.layout.has_minimal())
         _require(args.venv)
         return run(
             what,
             cases(what, args.positions, faults=not args.no_faults),
             venv=args.venv,
-            engine_path=args.engine_path,
+            engine_path=path,
             seed=args.seed,
             scratch=Path(folder),
             fresh=not args.one_process,
         )
 
 
-def _with_transformers(args: argparse.Namespace) -> Report:
-    wanted = transformers.cases(args.model, args.positions, faults=not args.no_faults)
+def _with_transformers(args: argparse.Namespace, model: str) -> Report:
+    wanted = transformers.cases(model, args.positions, faults=not args.no_faults)
     _require(args.venv)
-    return transformers.run(args.model, wanted, venv=args.venv, seed=args.seed)
+    return transformers.run(model, wanted, venv=args.venv, seed=args.seed)
 
 
 def _require(venv: Path) -> None:

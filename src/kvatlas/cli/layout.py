@@ -256,6 +256,7 @@ def _print(
     if layout.has_minimal():
         shown = "; ".join(_shown_on(layout)) or "nowhere yet"
         console.print(Text(f"exact from what a resume reads alone: shown on {shown}"))
+    if layout.resume_point_bytes():
         console.print(Text(f"{'minimal' if layout.minimal_on else 'full'} resume point: {point}"))
     rule = _TENSOR_PARALLEL.get(layout.tensor_parallel, "not known")
     console.print(Text(f"tensor parallel: {rule}"))

@@ -64,9 +64,10 @@ def run(args: argparse.Namespace) -> int:
             f"{args.venv} has no {VLLM}: run python -m kvatlas.connectors.vllm_cpu {args.venv}"
             " MODEL_DIR"
         )
+    path = exactness.engine_path(args, v4=args.model == "v4")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "vllm.log"
-        with DirectVllm(args.venv, name="vllm", log=log, path=args.engine_path) as engine:
+        with DirectVllm(args.venv, name="vllm", log=log, path=path) as engine:
             outcomes = extend(
                 args.out,
                 tiny(args.model),
