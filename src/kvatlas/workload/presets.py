@@ -63,7 +63,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 # Pauses between the turns of people who chat: half below two minutes, one in a hundred an hour.
-_PAUSES = Lengths(((0, 1), (0.2, 25), (0.5, 110), (0.65, 240), (0.99, 5000), (1, 7500)))
+_PAUSES = Lengths(((0, 1), (0.2, 30), (0.5, 112), (0.65, 240), (0.99, 5000), (1, 7500)))
 
 
 def _dualpath(
@@ -92,12 +92,12 @@ PRESETS: dict[str, Family] = {
         requests=43_058,
         duration_s=7200,
         block_tokens=16,
-        first_tokens=spread(115, 13_200, 5, p90=3300),
+        first_tokens=spread(105, 13_200, 5, p90=3400),
         output_tokens=spread(375, 1641, 1, p90=870),
         groups=3000,
         group_skew=1.15,
         ungrouped=0.15,
-        system_tokens=spread(310, 3500, 16),
+        system_tokens=spread(275, 3500, 16),
         turns=Lengths(((0, 1), (0.5, 1.2), (0.9, 3.6), (0.99, 11), (1, 16))),
         append_tokens=spread(50, 5000, 5),
         pace_sigma=0.3,
