@@ -113,6 +113,8 @@ def test_deleted_while_it_is_copied_down_it_goes_when_the_copy_is_done() -> None
     ledger.drop(victim.key)
     assert ledger.keep(victim.key, 3.0) is victim
     assert ledger.usage().committed_bytes == 0
+    put(ledger, 3, 5, now=4.0)
+    assert [e.key for e in ledger.evict(5.0, 10)] == [3], "the policy has forgotten it too"
 
 
 def test_watermarks() -> None:
@@ -140,6 +142,37 @@ def test_a_quota_is_made_room_in_from_the_tenants_own_entries() -> None:
     assert why(ledger.reserve(b"big", Facts(51), 2.0, tenant="c")) is Why.TOO_LARGE
     assert ledger.tenants() == {"a": 25, "b": 20}
     assert ledger.evict(3.0, 10, tenant="nobody") == []
+
+
+def test_what_is_leaving_already_is_not_asked_for_again() -> None:
+    ledger = ledger_of(100, quotas={"a": 30}, high=1.0)
+    for key in range(3):
+        put(ledger, key, 10, tenant="a")
+    assert len(ledger.begin_eviction(1.0, 10, tenant="a")) == 1
+    assert ledger.begin_eviction(1.0, 10, tenant="a") == []
+    assert len(ledger.begin_eviction(1.0, 15, tenant="a")) == 1
+    put(ledger, 9, 10)
+    assert len(ledger.begin_eviction(1.0, 90)) == 1, "60 are free, 20 are coming"
+    assert len(ledger.begin_eviction(1.0, 100)) == 1
+    assert ledger.begin_eviction(1.0, 100) == []
+
+
+def test_a_lease_that_is_renewed_ends_later() -> None:
+    ledger = ledger_of()
+    put(ledger, 1)
+    lease = ledger.lease(1, 10.0, 0.0)
+    assert lease is not None
+    assert ledger.renew(lease.number, 20.0)
+    assert ledger.renew(lease.number, 20.0), "again the same: no second deadline"
+    assert ledger.next_deadline() == 20.0
+    assert ledger.tick(19.0).leases == 0
+    assert ledger.evict(19.0, 100) == []
+    assert ledger.tick(20.0).leases == 1
+    assert not ledger.renew(lease.number, 30.0)
+    lease = ledger.lease(1, 30.0, 20.0)
+    assert lease is not None
+    with pytest.raises(LedgerError, match="must end"):
+        ledger.renew(lease.number, math.inf)
 
 
 def test_back_pressure_says_what_would_help() -> None:

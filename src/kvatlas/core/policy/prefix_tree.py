@@ -31,8 +31,8 @@ class PrefixTree:
         """Raises ValueError unless 1 <= fine_blocks <= coarse_blocks and the half-life is above 0.
 
         60 s is about the median think time between the turns of a session (10 to 120 s in public
-        traces): shorter is LRU, longer holds on to what many used once and nobody uses now. 4 blocks of 256 tokens:
-        the seed's chapter 7 asks for nodes of 512 to 1,024 tokens on V4.
+        traces): shorter is LRU, longer holds on to what many used once and nobody uses now. 4
+        blocks of 256 tokens: the seed's chapter 7 asks for nodes of 512 to 1,024 tokens on V4.
         """
         if not (1 <= fine_blocks <= coarse_blocks and 0 < half_life_s < math.inf):
             raise ValueError("needs 1 <= fine_blocks <= coarse_blocks and a half-life above 0")
