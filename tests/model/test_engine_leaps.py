@@ -199,6 +199,27 @@ def test_a_leap_does_what_its_steps_do(how: Any, requests: list[tuple[Any, ...]]
     play(stepping, leaping, inputs_of(requests))
 
 
+@pytest.mark.parametrize("retention", [0, None])
+@pytest.mark.parametrize("name", ["v4", "wide", "odd"])
+def test_who_waits_gets_in_at_the_step_that_makes_room(name: str, retention: int | None) -> None:
+    """A block that leaves a window, findable or not, may be the one that was missing."""
+    alone = Driven(engine(name, spare=0, retention=retention, state=False, leap=False))
+    alone.handle(Arrive("0", prompt(0, 90, 0), 120), 0.0)
+    alone.run(float("inf"))
+    came = [at for at, effect in alone.effects if isinstance(effect, Produced)]
+    least = alone.engine.pool.capacity
+    for spare, late in itertools.product(range(-least // 2, 4), (0, 70, 71, 72, 74)):
+        stepping, leaping = (
+            engine(name, spare=spare, retention=retention, state=False, leap=leap)
+            for leap in (False, True)
+        )
+        requests = [
+            (prompt(0, 90, 0), 100, 0.0, None, False),
+            (prompt(1, 70, 9), 2, came[late], None, False),
+        ]
+        play(stepping, leaping, inputs_of(requests))
+
+
 @pytest.mark.parametrize("name", sorted(GROUPS))
 def test_leaps_are_long_however_small_the_windows_blocks(name: str) -> None:
     """Blocks of 4 and 8 tokens that come and go do not end a leap, in a full pool either."""

@@ -30,7 +30,6 @@ class Leaps:
         grid = pool.grid
         self._windows = [(i, size, window) for i, size, window in pool.geometry if window]
         self._chains = [(i, size) for i, size, window in pool.geometry if not window]
-        self._regular_from = max((w for _, _, w in self._windows), default=0)
         # By position on the grid, far behind all windows: what the next token takes and gives.
         moves = [0] * grid
         for _, size, window in self._windows:
@@ -129,11 +128,9 @@ class Leaps:
         """Whether it is far behind all windows, so that `_moves` says what comes; and whether
         none of the blocks in them has an id."""
         upto = holding.size
-        if upto < self._regular_from:
-            return False, False
         held, first, plain = holding.held, holding.first, True
         for i, size, window in self._windows:
-            if first[i] != (upto - window) // size:
+            if first[i] != (upto - window) // size:  # below 0 before the window is full
                 return False, False
             if held[i]:
                 plain = False
