@@ -176,5 +176,5 @@ def test_engines_that_come_and_go_lose_no_request_out_of_the_books() -> None:
     world.play(chats(400, rate_per_s=15.0, output=400))
     assert ids(log.outcomes) == list(range(400))
     assert any(outcome.fault for outcome in log.outcomes)
-    assert sum(1 for outcome in log.outcomes if not outcome.fault) > 350
+    assert sum(1 for outcome in log.outcomes if not outcome.fault) > 250
     assert not any(world.dispatcher.router.in_flight().values())
