@@ -252,3 +252,15 @@ def test_the_next_turn_is_brought_up_before_it_comes() -> None:
     assert counts.tier_blocks[0] > plain.tier_blocks[0]
     assert 0 < counts.prefetched_used <= counts.prefetched
     assert isinstance(counts, Counts)
+
+
+def test_a_prompt_larger_than_the_top_tier_lives_on_below() -> None:
+    work = work_of(tuple(range(6)), tuple(range(6)), tuple(range(6)))
+    for name in ("leaf_lru", "prefix_tree", "gdsf"):
+        cache = cache_of(name, 2, 2, 2)
+        assert [cache.serve(p) for p in work.prompts] == [0, 6, 6]
+        assert cache.counts.tier_blocks == [4, 4, 4]
+        assert cache.counts.refused_blocks == cache.counts.dropped_blocks == 0
+        assert cache.counts.promoted == 0, "what stays below is not counted as brought up"
+        small = cache_of(name, 2, 2)
+        assert [small.serve(p) for p in work.prompts] == [0, 4, 4]

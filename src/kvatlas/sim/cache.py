@@ -155,8 +155,8 @@ class Cache:
     ``unit_tokens``: None counts the capacity in blocks; else a block weighs its tokens, so many
     where it is full. ``seconds`` is the price of computing the first n tokens of a prompt.
     ``running``: blocks of the prompt that is being served may not go (as they may not in an
-    engine); None: where the policy of the top tier knows the tree. Where there is no room left
-    for a block, it is not kept, and under such a policy nothing behind it.
+    engine); None: where the policy of the top tier knows the tree. A block for which there is no
+    room in any tier is not kept.
     """
 
     def __init__(
@@ -235,11 +235,12 @@ class Cache:
         where, keys, now = self._where, prompt.keys, prompt.now
         mine = frozenset(keys)
         touched = self.levels[0].policy.touched
-        coming: list[tuple[Key, Facts]] = []
+        coming: list[tuple[Key, Facts, bool]] = []  # the last: it is held in a lower tier
         for index, key in enumerate(keys):
             tier = where.get(key)
             if tier is None:
-                coming.append((key, self._new(prompt, index, self._weight(prompt, index))))
+                facts = self._new(prompt, index, self._weight(prompt, index))
+                coming.append((key, facts, False))
                 continue
             self.counts.held_blocks += 1
             if self._ahead or self._many:
@@ -247,17 +248,33 @@ class Cache:
             if tier == 0:
                 touched(key, now)
             else:
-                facts = self._take_out(key, tier)
-                self.counts.promoted += facts.size_bytes
-                coming.append((key, facts))
+                coming.append((key, self._take_out(key, tier), True))
         level = self.levels[0]
-        total = sum(facts.size_bytes for _, facts in coming)
-        self._make_room(0, min(total, level.capacity), now, lambda block: block not in mine)
-        for number, (block, facts) in enumerate(coming):
-            if level.used + facts.size_bytes > level.capacity:
-                self._refuse(coming[number:])
-                break
-            self._put(block, facts, 0, now)
+        total = sum(facts.size_bytes for _, facts, _ in coming)
+
+        def may_go(block: Key) -> bool:
+            return block not in mine
+
+        self._make_room(0, min(total, level.capacity), now, may_go)
+        room = True
+        for block, facts, below in coming:
+            if room and level.used + facts.size_bytes <= level.capacity:
+                self._put(block, facts, 0, now)
+                self.counts.promoted += facts.size_bytes if below else 0
+                continue
+            room = room and self._put_below(block, facts, now, may_go)
+            if not room:  # nor for what follows, which could not be reached
+                self.counts.refused_blocks += 1
+                self._uses.pop(block, None)
+                self._ahead.pop(block, None)
+
+    def _put_below(self, key: Key, facts: Facts, now: float, may_go: MayGo) -> bool:
+        """Where a prompt is larger than the top tier, what follows goes to the next with room."""
+        for tier in range(1, len(self.levels)):
+            if self._make_room(tier, facts.size_bytes, now, may_go):
+                self._put(key, facts, tier, now)
+                return True
+        return False
 
     def bring_up(self, keys: Iterable[Key], now: float) -> int:
         """Move blocks to the top tier before they are asked for; returns how much that moved."""
@@ -292,13 +309,6 @@ class Cache:
             self.counts.prefetched_used += self._facts[key].size_bytes
         if self._many:
             self._uses[key] = self._uses.get(key, 0) + 1
-
-    def _refuse(self, blocks: Sequence[tuple[Key, Facts]]) -> None:
-        """No room: what was held below is gone by that."""
-        self.counts.refused_blocks += len(blocks)
-        for key, _ in blocks:
-            self._uses.pop(key, None)
-            self._ahead.pop(key, None)
 
     def _promote(self, key: Key, tier: int, now: float) -> bool:
         """Its place below is given up first: what comes down may take it."""
@@ -360,10 +370,17 @@ class Cache:
         return saves[index]
 
 
-def run(cache: Cache, work: Work, *, ahead: Speculative | None = None) -> Counts:
-    """A whole trace through a cache. ``ahead`` predicts next turns, whose blocks are then brought
-    to the top tier before they are asked for."""
-    for prompt in work.prompts:
+def run(
+    cache: Cache, work: Work, *, ahead: Speculative | None = None, measure_from: int = 0
+) -> Counts:
+    """A whole trace through a cache. Requests before number ``measure_from`` only fill it.
+
+    ``ahead`` predicts next turns, whose blocks are then brought to the top tier before they are
+    asked for.
+    """
+    for number, prompt in enumerate(work.prompts):
+        if number == measure_from:
+            cache.counts = Counts(tier_blocks=[0] * len(cache.levels))
         if ahead is None:
             cache.serve(prompt)
             continue
