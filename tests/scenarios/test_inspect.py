@@ -15,6 +15,8 @@ from kvatlas.cli.main import main
 from kvatlas.config import DirectoryConfig, WorkerConfig
 from kvatlas.connectors.stub_api import ENGINE_VERSION
 from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
+from kvatlas.errors import ConfigError
+from kvatlas.service.assembly import Assembly
 from kvatlas.workload.models import load_layout
 from kvatlas.workload.proofs import Proof, Runtime, add_proof
 from kvatlas.workload.spec import EngineSpec
@@ -159,3 +161,13 @@ async def test_which_resume_point_counts_and_why(
             assert "full, 15,467,904 bytes: on which device" in points["unsaid"]
             assert "full" in points["drafts"]
             assert "no resume is known to read less" in points["drafts"]
+
+
+@pytest.mark.parametrize("data", [None, b"", b"[", b"{}", b"[1]", b"\xff" * 9, b"[" * 2_000_000])
+def test_proofs_that_cannot_be_read_end_the_start(tmp_path: Path, data: bytes | None) -> None:
+    file = tmp_path / "proofs.json"
+    if data is not None:
+        file.write_bytes(data)
+    config = Product([], directory=DirectoryConfig(proofs=str(file))).config
+    with pytest.raises(ConfigError, match="proofs"):
+        Assembly(config)

@@ -65,7 +65,10 @@ class Assembly:
         keyring = Keyring(_secret(config.keys.secret_file))
         self._proofs = load_proofs()
         if config.directory.proofs:
-            self._proofs += load_proofs(Path(config.directory.proofs))
+            file = Path(config.directory.proofs)
+            if not file.is_file():
+                raise ConfigError(f"directory.proofs: there is no file {file}")
+            self._proofs += load_proofs(file)
         for worker in config.worker:
             _configured_layout(worker)
         self.client = HttpClient()
