@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvatlas.core.events import Batch, BlockStored
+from kvatlas.core.events import AllBlocksCleared, Batch, BlockStored
 from kvatlas.core.sequence import Apply, Effect, Limits, Replay, Reset, Sequencer
 
 LIMITS = Limits(waiting_batches_max=4)
@@ -342,12 +342,31 @@ def test_what_the_engine_no_longer_remembers_is_not_asked_for_for_ever() -> None
     sequencer.offer(batch(3), 0.0)
     while sequencer.replaying:
         sequencer.tick(sequencer.next_deadline() or 0.0)
-    asked = 0
+    asked: list[object] = []
     while (due := sequencer.next_deadline()) is not None:
         effects = sequencer.tick(due)
-        asked += len(effects)
-        for each in (3, 4):
-            sequencer.replayed(token(effects), batch(each), due)
-        sequencer.replay_done(token(effects), due)
-        assert asked < 5
-    assert asked == 1
+        while effects:
+            asked += seqs(effects)
+            assert len(asked) < 10
+            number = token(effects)
+            effects = sequencer.replayed(number, batch(3), due)
+            if not effects:
+                effects = sequencer.replay_done(number, due)
+    # Twice, and each time whether it is still the engine that we knew; what is known stays.
+    assert asked == 2 * [("replay", 0), ("replay", 3)]
+    assert sequencer.counters.rebuilds_refused == 2
+    assert sequencer.counters.resets == 1
+
+
+def test_what_it_stored_since_it_woke_stays() -> None:
+    """A second look at an engine that slept must not cost what it stored since, provided that it
+    said itself that its cache was dropped (found by the fault simulation)."""
+    sequencer = running(3)
+    assert seqs(sequencer.dropped("it sleeps")) == ["reset"]
+    cleared = Batch(4, 5.0, (AllBlocksCleared(),))
+    assert seqs(sequencer.offer(cleared, 1.0)) == [4]
+    assert seqs(sequencer.offer(batch(5), 1.0)) == [5]
+    assert sequencer.dropped("it slept", awake=True) == []
+    assert seqs(sequencer.dropped("it sleeps")) == ["reset"]
+    assert seqs(sequencer.offer(batch(6), 1.0)) == [6]  # perhaps from before it fell asleep
+    assert seqs(sequencer.dropped("it slept", awake=True)) == ["reset"]

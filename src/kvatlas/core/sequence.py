@@ -16,7 +16,7 @@ import math
 
 import msgspec
 
-from kvatlas.core.events import Batch
+from kvatlas.core.events import AllBlocksCleared, Batch
 
 
 class Apply(msgspec.Struct, frozen=True):
@@ -106,6 +106,7 @@ class Sequencer:
         self._run_start = 0  # number of the first batch applied since then
         self._earliest: int | None = None  # of this life, that we heard of: see `_seek_rest`
         self._refused = False  # the last rebuild was
+        self._cleared = False  # it said so, since the last `dropped`
         self._behind = False
         self._waiting: dict[int, Batch] = {}
         self._waiting_bytes = 0
@@ -184,11 +185,9 @@ class Sequencer:
             if batch.seq == known and batch.ts != self._last_ts:
                 return self._restart("its replay tells another history", now)
             running.proven = True
-            if running.rebuild and self._dirty and batch.seq > max(self._floor, self._run_start):
+            if running.rebuild and self._dirty and self._floor < batch.seq >= self._run_start:
                 return self._refuse_rebuild(now)
             if batch.seq > known:
-                if running.rebuild and self._dirty and batch.seq == self._run_start:
-                    self._earliest = batch.seq  # nothing is gained: no other is asked for
                 effects = self._reset(f"replayed from batch {batch.seq} on")
                 self._next = batch.seq
                 self._progress(running, now)
@@ -250,15 +249,19 @@ class Sequencer:
         """Somebody else noticed that the engine started anew: a new life, with a new history."""
         return self._restart(reason, now)
 
-    def dropped(self, reason: str) -> list[Effect]:
-        """The same engine lost its cache without a word (it slept): its history up to here is
-        worth nothing, and must not come back by a replay."""
+    def dropped(self, reason: str, *, awake: bool = False) -> list[Effect]:
+        """The same engine lost its cache without a word (it sleeps): its history up to here is
+        worth nothing, and must not come back by a replay. ``awake`` again: so is what it had not
+        sent before, but nothing that follows its own word that all is gone."""
+        if awake and self._cleared:
+            return []
         effects = self._reset(reason)
         self._forget_waiting()
         self._running = None
         self._behind = False
         self._rebuild_due = None
         self._earliest = None
+        self._cleared = False
         if self._newest is not None:
             self._next = self._floor = self._newest[0] + 1
             self._last_ts = self._newest[1]
@@ -356,6 +359,7 @@ class Sequencer:
         if not self._dirty:
             self._run_start = batch.seq
         self._dirty = True
+        self._cleared = self._cleared or any(type(e) is AllBlocksCleared for e in batch.events)
         self.counters.applied += 1
         return [Apply(batch)]
 
@@ -393,7 +397,7 @@ class Sequencer:
         return effects
 
     def _refuse_rebuild(self, now: float) -> list[Effect]:
-        """The engine's memory begins after ours does: starting anew would only lose claims.
+        """The engine's memory begins no earlier than ours: starting anew would bring nothing.
         Whether it is the engine that we knew, and what came since, is asked instead."""
         self.counters.rebuilds_refused += 1
         self._orphan_wait = self._limits.orphan_replay_max_s

@@ -230,16 +230,16 @@ class _Watch:
             self._restarted(reason)
         elif pulse.asleep != last.asleep:
             # Asleep it drops its cache; what it has to say about that comes after it woke up.
-            self._dropped("it sleeps" if pulse.asleep else "it slept")
+            self._dropped("it sleeps" if pulse.asleep else "it slept", awake=not pulse.asleep)
 
     def _restarted(self, reason: str) -> None:
         self._worker.restarts += 1
         for publisher in self._worker.publishers():
             self._feed.restarted(publisher, reason)
 
-    def _dropped(self, reason: str) -> None:
+    def _dropped(self, reason: str, *, awake: bool = False) -> None:
         for publisher in self._worker.publishers():
-            self._feed.dropped(publisher, reason)
+            self._feed.dropped(publisher, reason, awake=awake)
 
     def _told(self, told: Description) -> None:
         worker = self._worker

@@ -138,11 +138,11 @@ class Feed:
         else:
             self._claims.reset(publisher)
 
-    def dropped(self, publisher: Publisher, reason: str) -> None:
-        """The engine lives on without its cache (it slept): its claims go and stay away."""
+    def dropped(self, publisher: Publisher, reason: str, *, awake: bool = False) -> None:
+        """The engine lives on without its cache: its claims go, as in `Sequencer.dropped`."""
         stream = self._streams.get(publisher)
         if stream is not None:
-            stream.dropped(reason)
+            stream.dropped(reason, awake)
         else:
             self._claims.reset(publisher)
 
@@ -434,9 +434,9 @@ class _Stream:
     def restarted(self, reason: str) -> None:
         self._perform(self._sequencer.restarted(reason, self._loop.time()))
 
-    def dropped(self, reason: str) -> None:
+    def dropped(self, reason: str, awake: bool) -> None:
         self._close_dealer()
-        self._perform(self._sequencer.dropped(reason))
+        self._perform(self._sequencer.dropped(reason, awake=awake))
 
     def _arm(self) -> None:
         deadline = self._sequencer.next_deadline()

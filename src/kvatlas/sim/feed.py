@@ -59,9 +59,9 @@ class Feed:
         """The engine is known to have started anew."""
         self._perform(self.sequencer.restarted(reason, self._timeline.now))
 
-    def dropped(self, reason: str) -> None:
-        """The same engine lost its cache without a word."""
-        self._perform(self.sequencer.dropped(reason))
+    def dropped(self, reason: str, *, awake: bool = False) -> None:
+        """The same engine lost its cache without a word: it sleeps, or is ``awake`` again."""
+        self._perform(self.sequencer.dropped(reason, awake=awake))
 
     def _perform(self, effects: list[sequence.Effect]) -> None:
         if self.sequencer.behind:
