@@ -77,15 +77,21 @@ def engine(
 
 
 class Driven:
-    """An engine whose due ticks all come before an input, and what it did, token by token."""
+    """An engine whose due ticks all come before an input, and what it did, token by token.
 
-    def __init__(self, made: Engine) -> None:
+    ``plain``: who was refused is looked at again in every step, as vLLM does.
+    """
+
+    def __init__(self, made: Engine, *, plain: bool = False) -> None:
         self.engine = made
+        self.plain = plain
         self.ticks = 0
         self.effects: list[tuple[float, Effect]] = []
 
     def run(self, now: float) -> None:
         while (due := self.engine.next_deadline()) is not None and due <= now:
+            if self.plain:
+                self.engine._scheduler.retry()
             self._take(due, self.engine.tick(due))
             self.ticks += 1
 
@@ -123,7 +129,7 @@ def agree(one: Effect, other: Effect) -> bool:
 
 def play(stepping: Engine, leaping: Engine, inputs: list[tuple[float, Input]]) -> tuple[int, int]:
     """Both through the same inputs. Returns how often each was called."""
-    drivers = Driven(stepping), Driven(leaping)
+    drivers = Driven(stepping, plain=True), Driven(leaping)
     for at, event in inputs:
         for driver in drivers:
             driver.handle(event, at)

@@ -175,6 +175,8 @@ class Side:
                 self.world.later(self.world.pause(), lambda: self._save(blocks))
             case Loading():
                 self.loads += 1
+                if self.world.draw(4) == 0:  # the client leaves, the transfer goes on
+                    self.world.later(0.0, lambda: self.world.leave(self, effect.id))
                 self.world.later(self.world.pause(), lambda: self._load(effect))
             case HandOff():
                 self.world.handed(self, effect, self.memory.snapshot(effect.id))
@@ -276,14 +278,16 @@ class World:
         if self.draw(4) == 0:  # the lease is short
             self.later(self.pause(), lambda: self._expire(side, effect.id))
         elif self.draw(5) == 0:
-            self.later(2 * self.pause(), lambda: self._leave(other, twin))
+            self.later(2 * self.pause(), lambda: self.leave(other, twin))
 
     def _expire(self, side: Side, id: str) -> None:
         if id in side.kept:
             side.kept.discard(id)
             side.input(Abort(id))
 
-    def _leave(self, side: Side, id: str) -> None:
+    def leave(self, side: Side, id: str) -> None:
+        if id in self.aborted:
+            return
         self.aborted.add(id)
         transfer = side.transfers.pop(id, None)
         loading = id in side.engine._scheduler.fetching
@@ -387,7 +391,7 @@ def test_whatever_moves_each_answer_is_that_of_a_cold_engine(
         asked = Arrive(id, tokens, 1 if where == 2 else output, hand_off=where == 2)
         world.later(at, functools.partial(side.input, asked))
         if leaves is not None and where != 2:
-            world.later(at + leaves, functools.partial(world._leave, side, id))
+            world.later(at + leaves, functools.partial(world.leave, side, id))
         if world.draw(9) == 0:
             world.later(at, functools.partial(side.input, ClearCache()))
     world.run()

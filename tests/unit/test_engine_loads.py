@@ -238,6 +238,20 @@ def test_a_hand_off_keeps_the_prompt_on_one_side_and_fills_it_on_the_other() -> 
     assert taking.cached_blocks == 3
 
 
+@pytest.mark.parametrize(("missing", "hit"), [(False, 96), (True, 0)])
+def test_a_window_that_did_not_come_whole_is_no_place_to_resume(missing: bool, hit: int) -> None:
+    made, offer = engine(SWA, offer=100)
+    made.handle(Arrive("a", ids(100), 1), 0.0)
+    loading = one(list(made.tick(0.0)), Loading)
+    windows = [ref for ref in loading.blocks if ref.group == 1]
+    assert [ref.index for ref in windows] == [2, 3, 4, 5, 6]
+    made.handle(Loaded("a", 100, tuple(windows[:1] if missing else ())), 1.0)
+    assert one(drain(made), Admitted).loaded_tokens == 99
+    offer.tokens = 0
+    made.handle(Arrive("b", ids(100) + ids(9, seed=1), 1), 2.0)
+    assert one(drain(made), Admitted).cached_tokens == hit
+
+
 def test_a_hand_off_that_nobody_fetches_ends_with_its_lease() -> None:
     made, _ = engine(blocks=4)
     made.handle(Arrive("a", ids(100), 1, hand_off=True), 0.0)
