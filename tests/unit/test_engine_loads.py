@@ -302,3 +302,16 @@ def test_keys_that_came_with_a_prompt_must_be_its_own() -> None:
     drain(made)
     made.handle(Arrive("c", ids(70), 1), 1.0)
     assert one(drain(made), Admitted).cached_tokens == 64
+
+
+def test_engines_that_keep_different_windows_share_the_keys_of_a_prompt() -> None:
+    prompt, other = ids(200), ids(100) + ids(60, seed=1)
+    keys, other_keys = PromptKeys(prompt, 32), PromptKeys(other, 32)
+    hits = []
+    for retention in (0, 64, None):
+        made, _ = engine(SWA, retention_tokens=retention)
+        made.handle(Arrive("a", prompt, 1, keys=keys), 0.0)
+        drain(made)
+        made.handle(Arrive("b", other, 1, keys=other_keys), 1.0)
+        hits.append(one(drain(made), Admitted).cached_tokens)
+    assert hits == [0, 96, 96]
