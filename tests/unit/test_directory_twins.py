@@ -194,3 +194,18 @@ def test_how_many_windows_share_a_block_is_limited() -> None:
     for prompt in prompts:
         engine.tells(prompt, 16)
     assert sum(engine.resume(prompt) > 0 for prompt in prompts) == SHARED_MAX + 1
+
+
+def test_windows_outlive_their_chain_and_are_stored_once_more() -> None:
+    """Blocks of a chain are evicted one by one. Whose first one is gone is computed from position
+    0, its windows held or not: that is no report of a hit (found by the fault simulation)."""
+    engine = Engine(WIDE_FIRST)
+    engine.tells(A, 80)
+    engine.removes(1, A, 16)
+    assert engine.resume(A) == 0
+    assert engine.tells(A, 80).reannounced == 0
+    assert engine.resume(A) == 80
+    engine.removes(0, A, 48, 64, 80)  # the older ones
+    assert engine.resume(A) == 80
+    engine.removes(0, A, 48, 64, 80)
+    assert engine.resume(A) == 32  # the windows there were left alone

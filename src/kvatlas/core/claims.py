@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 RECENT_MAX = 4096  # names of blocks that just left: parents of what is still to be announced
 _WALK = 1024
+_TIERS = tuple(Tier)  # going through the enum itself takes ten times as long
 SHARED_MAX = 256  # windows that may have one block in common
 PENDING_MAX = 65_536  # claims that wait for the event that names their block
 
@@ -270,7 +271,7 @@ class Claims:
         """A grid block got its name: settle what waited for it."""
         for lane in range(len(self._pool.lanes)) if self._pending else ():
             tiers = self._pending.pop((lane, engine_hash), 0)
-            for tier in Tier if tiers else ():
+            for tier in _TIERS if tiers else ():
                 if tiers & 1 << tier:
                     self._claim(lane, tier, engine_hash, applied)
         for lane, windows in self._windows.items():
@@ -284,7 +285,7 @@ class Claims:
         self._follows.pop(lane, None)
         windows = self._windows.get(lane)
         report = contiguous and event.parent is None and self._report
-        report = report and self._held(lane, event, wanted)
+        report = report and self._held(lane, event, wanted) and self._resumed(event)
         if report and blocks > wanted:
             # Nothing was stored: a request computes from position 0 only what it could not resume.
             # The blocks before the window may not exist (vLLM 0.32, `emit_cached_block_events`).
@@ -335,6 +336,12 @@ class Claims:
                 return False
         return True
 
+    def _resumed(self, event: BlockStored) -> bool:
+        """Can it report a hit? Not where the chain has left: then all was stored once more."""
+        root = self._parent_key(event) or b""
+        keys = self._keyring.chain(root, event.tokens, self._pool.layout.grid_tokens)
+        return not keys or self._resumable(keys)
+
     def _resumable(self, keys: Sequence[bytes]) -> bool:
         """Can a prompt be resumed at the end of one of these blocks, all of them held?"""
         if not self._pool.windowed:
@@ -363,7 +370,7 @@ class Claims:
             if not windows.file(engine_hash, key, unit):
                 return
             del windows.before[engine_hash]
-            for tier in Tier:
+            for tier in _TIERS:
                 if tiers & 1 << tier:
                     masks = windows.masks[tier]
                     masks[key] = masks.get(key, 0) | 1 << unit
@@ -382,7 +389,7 @@ class Claims:
 
     def removed(self, event: BlockRemoved, applied: Applied) -> None:
         """Give up claims; what was never claimed is counted and changes nothing."""
-        tiers = tuple(Tier) if event.tier is None else (event.tier,)
+        tiers = _TIERS if event.tier is None else (event.tier,)
         if event.group is not None and event.group in self._lane_of_group:
             lanes: Iterable[int] = (self._lane_of_group[event.group],)
         elif event.group is not None and len(self._pool.lanes) > 1:

@@ -92,6 +92,8 @@ class Wire:
         self._slow: dict[str, float] = {}  # events held up until then
         self._chances: dict[tuple[str, str], tuple[float, float]] = {}  # (kind, engine)
         self._last: dict[tuple[str, str], float] = {}  # held back until then, in order
+        self._answers: dict[str, int] = {}  # the replay that an engine answers: its token
+        self._latest: dict[str, float] = {}  # when the last batch of it arrives
         network.interpose(self._pass)
 
     def cut(self, engine: str, seconds: float) -> None:
@@ -138,36 +140,42 @@ class Wire:
         now = self._timeline.now
         arrival = max(now + envelope.delay_s, until, self._last.get(line, 0.0))
         self._last[line] = arrival
-        return Envelope(
-            envelope.source, envelope.destination, envelope.message, max(0.0, arrival - now)
-        )
+        return _after(envelope, max(0.0, arrival - now))
 
     def _feed(self, envelope: Envelope, engine: str) -> Sequence[Envelope]:
-        draw = self._draw
-        told = isinstance(envelope.message, Subscribed) or (
-            isinstance(envelope.message, Replayed) and envelope.message.batch is None
-        )
-        if not told and self._happens("loss", engine):
+        """Batches of events are on their own. A replay comes over one connection: what it begins
+        with arrives (nothing is queued before it), and its end is not heard before the rest."""
+        message, draw = envelope.message, self._draw
+        replay = message if isinstance(message, Replayed) else None
+        line = (engine, "events" if replay is None else "replay")
+        first = replay is not None and self._answers.get(engine) != replay.token
+        if replay is not None:
+            self._answers[engine] = replay.token
+        ordered = self._delayed(envelope, self._slow.get(engine, 0.0), line)
+        if first or isinstance(message, Subscribed) or (replay and replay.batch is None):
+            late = self._latest.get(engine, 0.0) - self._timeline.now
+            return (_after(ordered, max(ordered.delay_s, late if replay else 0.0)),)
+        if self._happens("loss", engine):
             return ()
-        line = (engine, "events" if not isinstance(envelope.message, Replayed) else "replay")
         if self._happens("reorder", engine):
-            late = Envelope(
-                envelope.source,
-                envelope.destination,
-                envelope.message,
-                envelope.delay_s + draw.choice((0.01, 0.3, 3.0)) * draw.random(),
+            ordered = _after(
+                envelope, envelope.delay_s + draw.choice((0.01, 0.3, 3.0)) * draw.random()
             )
-            copies = [late]
-        else:
-            copies = [self._delayed(envelope, self._slow.get(engine, 0.0), line)]
-        if not told and self._happens("duplicate", engine):
-            again = copies[0].delay_s + draw.choice((0.0, 0.2, 20.0)) * draw.random()
-            copies.append(Envelope(envelope.source, envelope.destination, envelope.message, again))
-        return copies
+        if replay is not None:
+            self._latest[engine] = self._timeline.now + ordered.delay_s
+        if not self._happens("duplicate", engine):
+            return (ordered,)
+        return ordered, _after(
+            ordered, ordered.delay_s + draw.choice((0.0, 0.2, 20.0)) * draw.random()
+        )
 
     def _happens(self, kind: str, engine: str) -> bool:
         until, share = self._chances.get((kind, engine), (0.0, 0.0))
         return self._timeline.now < until and self._draw.random() < share
+
+
+def _after(envelope: Envelope, delay_s: float) -> Envelope:
+    return Envelope(envelope.source, envelope.destination, envelope.message, delay_s)
 
 
 class FaultWorld:
