@@ -32,34 +32,37 @@ def optimal(
     *,
     unit_tokens: bool = False,
     seconds: Callable[[int], float] | None = None,
+    measure_from: int = 0,
 ) -> Counts:
     """Belady's MIN: what will be used last goes first, and what would be, does not come in.
 
     The most hits that any policy can have with blocks of equal size (Belady, IBM Systems Journal
     5-2, 1966); where the capacity counts tokens, the short last blocks make it a bound that may be
     missed by their share. A block is never used again before its parent, so it knows the tree.
-    Raises ConfigError where the capacity is below 1.
+    Requests before number ``measure_from`` only fill it. Raises ConfigError where the capacity is
+    below 1.
     """
     if capacity < 1:
         raise ConfigError(f"a cache needs a capacity of 1 or more, not {capacity}")
     upcoming = iter(_next_uses(work, work.blocks))
     held = _Foreseen(capacity, work.unique_blocks)
-    counts = held.counts
-    for prompt in work.prompts:
+    for number, prompt in enumerate(work.prompts):
+        if number == measure_from:
+            held.counts = Counts()
         keys = prompt.keys
         hits = 0
         for key in keys:
             if held.due[key] < 0:
                 break
             hits += 1
-        counts.add(prompt, hits, work.block_tokens, seconds)
+        held.counts.add(prompt, hits, work.block_tokens, seconds)
         last = len(keys) - 1
         for index, key in enumerate(keys):
             weight = 1
             if unit_tokens:
                 weight = prompt.last_tokens if index == last else work.block_tokens
             held.use(key, weight, next(upcoming))
-    return counts
+    return held.counts
 
 
 class _Foreseen:
