@@ -201,16 +201,17 @@ def test_answers_that_nobody_waits_for_change_nothing() -> None:
 
 
 def test_a_load_leaves_room_for_those_who_have_begun() -> None:
-    """Else both would hold blocks and neither could go on."""
-    made, offer = engine(offer=0, blocks=12, step_tokens=64)
+    """Else both would hold blocks, and the first could not go on before the second."""
+    made, offer = engine(offer=64, blocks=12)
     made.handle(Arrive("a", ids(32 * 8), 1), 0.0)
-    made.tick(0.0)  # two of its eight blocks
+    made.tick(0.0)  # holds two of its eight blocks
     offer.tokens = 32 * 5
-    made.handle(Arrive("b", ids(32 * 6, seed=1), 1), 0.0)
-    effects = list(made.tick(0.064)) + list(made.tick(0.128)) + list(made.tick(0.192))
-    assert not [e for e in effects if isinstance(e, Loading)]
-    assert [e.id for e in drain(made) if isinstance(e, Loading)] == ["b"]
-    made.handle(Loaded("b", 0), 9.0)
+    made.handle(Arrive("b", ids(32 * 6, seed=1), 1), 1.0)
+    assert made.tick(1.0) == ()
+    assert (made.waiting, made.next_deadline()) == (2, None)
+    made.handle(Loaded("a", 64), 2.0)
+    assert [e.id for e in drain(made) if isinstance(e, Produced)] == ["a"]
+    made.handle(Loaded("b", 32 * 5), 3.0)
     assert [e.id for e in drain(made) if isinstance(e, Produced)] == ["b"]
 
 
