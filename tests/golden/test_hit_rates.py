@@ -157,9 +157,13 @@ def test_round_robin_over_eight_workers(work: Work) -> None:
 
 
 @pytest.mark.long
-def test_the_peers_themselves(work: Work, shared_file: Callable[[str], Path]) -> None:
+def test_the_peers_themselves(
+    work: Work, shared_file: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the token, beside the packages as they are on PyPI."""
-    hit_rate = pytest.importorskip("benchmarks.hit_rate", reason="run from the repository's root")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    from benchmarks import hit_rate
+
     path = shared_file(TRACE)
     theirs = hit_rate.peer("kvcache", path, *hit_rate.CAPACITIES)
     for name, policy in hit_rate.OURS.items():
