@@ -272,8 +272,12 @@ def test_times_that_are_none(now: float) -> None:
     ):
         with pytest.raises(LedgerError):
             call()
-    with pytest.raises(LedgerError, match="cannot be negative"):
-        ledger.evict(0.0, -1)
+    for need in (-1, math.nan, 1.5):
+        with pytest.raises(LedgerError, match="not negative"):
+            ledger.evict(0.0, need)  # type: ignore[arg-type]
+    for capacity in (-1, math.nan, 1e30):
+        with pytest.raises(LedgerError, match="not negative"):
+            ledger.resize(capacity)  # type: ignore[arg-type]
     for until, ttl_s in ((math.nan, None), (1.0, 0.0), (1.0, -1.0), (1.0, math.nan)):
         with pytest.raises(LedgerError, match="must be times"):
             ledger.reserve(3, Facts(1), 0.0, until=until, ttl_s=ttl_s)

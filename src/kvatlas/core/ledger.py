@@ -271,8 +271,8 @@ class Ledger:
         Each stays readable and counted until `end_eviction` or `keep`. What is pinned, leased
         or leaving is passed over; where that is not enough the list is shorter.
         """
-        if need_bytes < 0:
-            raise LedgerError(f"need_bytes is {need_bytes}: it cannot be negative")
+        if not isinstance(need_bytes, int) or need_bytes < 0:
+            raise LedgerError(f"need_bytes is {need_bytes!r}: a whole number, not negative")
         now = self._at(now)
         if tenant is None:
             coming = self._books.leaving + self._books.doomed

@@ -50,8 +50,10 @@ class Limits(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """Raises LedgerError on values that cannot work."""
-        if self.capacity_bytes < 0:
-            raise LedgerError(f"capacity_bytes is {self.capacity_bytes}: it cannot be negative")
+        if not isinstance(self.capacity_bytes, int) or self.capacity_bytes < 0:
+            raise LedgerError(
+                f"capacity_bytes is {self.capacity_bytes!r}: a whole number, not negative"
+            )
         if not 0 < self.low <= self.high <= 1:
             raise LedgerError(
                 f"watermarks: low {self.low} and high {self.high} must be 0 < low <= high <= 1"
