@@ -202,3 +202,11 @@ def test_line_never_goes_below_zero() -> None:
         line.observe(x, y)
     assert line.slope == 0.0
     assert line.at(100) == pytest.approx(8.0, abs=0.5)
+
+
+@pytest.mark.parametrize("policy", ["price", "least_load", "round_robin"])
+def test_few_engines_are_all_there_to_fall_back_on(policy: str) -> None:
+    """Found by the fault simulation: four of five engines refused, and nobody asked the fifth."""
+    decision = router(5, policy=policy).peek(ask(1, 100, []), 0.0)
+    assert {plan.publisher.worker for plan in decision.plans} == {f"w{i}" for i in range(5)}
+    assert len(router(40, policy=policy).peek(ask(1, 100, []), 0.0).plans) < 13

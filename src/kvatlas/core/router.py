@@ -19,6 +19,7 @@ from kvatlas.core.records import Publisher, Resume, Tier
 
 HOLDERS_MAX = 8  # candidates that hold the longest prefixes
 IDLE_MAX = 4  # and the least loaded ones
+FEW = HOLDERS_MAX + IDLE_MAX  # up to so many engines each gets a plan: any may be the way out
 CHARGE = 0.5  # price of a second of engine time taken from others, in seconds of one's own
 FAIR_SHARE = 2  # no engine holds more than this times its fair share of what is in flight…
 FAIR_SHARE_FLOOR = 4  # …once it has more than this many
@@ -202,7 +203,7 @@ class Router:
         )
 
     def _rotation(self, engines: list[_Engine]) -> list[_Engine]:
-        return sorted(engines, key=lambda e: e.chosen)[:IDLE_MAX]
+        return sorted(engines, key=lambda e: e.chosen)[: _plans(engines)]
 
     def _priced(self, ask: Ask, engines: list[_Engine], now: float) -> list[Plan]:
         resumes = {r.publisher: r for r in ask.resumes}
@@ -395,7 +396,11 @@ def _idlest(engines: Sequence[_Engine], now: float) -> list[_Engine]:
         (wait if (wait := e.free_at - now) > 0.0 else 0.0, e.in_flight + e.foreign, e.chosen, i)
         for i, e in enumerate(engines)
     ]
-    return [engines[rank[3]] for rank in heapq.nsmallest(IDLE_MAX, ranks)]
+    return [engines[rank[3]] for rank in heapq.nsmallest(_plans(engines), ranks)]
+
+
+def _plans(engines: Sequence[_Engine]) -> int:
+    return IDLE_MAX if len(engines) > FEW else len(engines)
 
 
 def _with_room(
