@@ -52,6 +52,7 @@ from kvatlas.core.agent_values import (
     Release,
     Resize,
     Resync,
+    Source,
     Told,
 )
 from kvatlas.core.cost import EngineCost, PoolCost
@@ -163,6 +164,14 @@ class Agent:
             return Offer(ask.local_tokens, ask.local_tokens, why="unknown engine")
         reach = self._reach(ask, worker)
         return best_offer(ask, worker.sizes, worker.cost, reach, self._node.paths)
+
+    def sources(self, ask: Ask, tokens: int) -> tuple[Source, ...]:
+        """From where a load up to ``tokens`` would come, if it could. Changes nothing."""
+        worker = self._node.workers.get(ask.worker)
+        if worker is None or tokens % worker.sizes.grid_tokens:
+            return ()
+        reach, position = self._reach(ask, worker), tokens // worker.sizes.grid_tokens
+        return reach.sources(position) if position in reach.positions else ()
 
     def _reach(self, ask: Ask, worker: Worker) -> Reach:
         start = max(ask.local_tokens, 0) // worker.sizes.grid_tokens

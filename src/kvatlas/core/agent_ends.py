@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvatlas.core.agent_values import Damaged, Done, Found, Kind, Lose, Ready, Source, Told
+from kvatlas.core.agent_values import Damaged, Done, Found, Kind, Lose, Ready, Source, Stop, Told
 from kvatlas.core.inventory import OWN
 from kvatlas.core.ledger_values import Refusal, Why
 from kvatlas.core.node import Node, carried, facts_of
@@ -93,6 +93,7 @@ class Ends:
         if node.close(operation.number) is None:
             return
         node.counts[f"{operation.kind}_given_up"] += 1
+        node.out.append(Stop(operation.number))  # before its room is anybody else's
         if operation.kind is Kind.LOAD and ready:
             node.out.append(Ready(operation.worker, operation.request, operation.start))
         if operation.kind is Kind.SEAL:
@@ -143,15 +144,18 @@ class Ends:
                 self._promote_used(source, operation)
 
     def _learn_speed(self, operation: Operation) -> None:
-        """A read that had its path for itself says how fast that is."""
-        paths = self._node.paths
+        """A copy that had its path for itself says how fast that is."""
+        paths, target = self._node.paths, operation.target
+        if not operation.alone or operation.stopping:
+            return
+        seconds = self._node.now - operation.since
         tiers = {source.tier for source in operation.sources}
-        if len(tiers) == 1 and operation.alone and not operation.stopping:
-            (tier,) = tiers
-            if not paths.reading[tier]:
-                seconds = self._node.now - operation.since
-                paths.reads[tier].observe(operation.size_bytes, seconds)
-                self._node.order = paths.order()
+        if target is not None:
+            if not paths.writing[target]:
+                paths.writes[target].observe(operation.size_bytes, seconds)
+        elif len(tiers) == 1 and not any(paths.reading[tier] for tier in tiers):
+            paths.reads[tiers.pop()].observe(operation.size_bytes, seconds)
+            self._node.order = paths.order()
 
     def _promote_used(self, source: Source, operation: Operation) -> None:
         """Copy up what was used often enough where it lies."""
@@ -218,6 +222,8 @@ class Ends:
                 points.append(unit)
             if node.commit(operation, unit):
                 kept.append(unit)
+        if kept:
+            self._learn_speed(operation)
         node.seal(tier, [unit.name for unit in points if unit in kept])
         for further in node.config.write_through:
             if kept and further is not tier:

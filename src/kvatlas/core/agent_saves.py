@@ -108,7 +108,13 @@ class Saves:
             )
             points &= {tokens // grid for tokens in wanted}
         held = self._node.inventory.held
-        return tuple(p for p in sorted(points) if not held(name_of(event.keys[p - 1], Part.POINT)))
+        names = (name_of(key, Part.BODY) for key in event.keys)
+        whole = sum(1 for _ in itertools.takewhile(held, names))  # bodies without a hole
+        return tuple(
+            p
+            for p in sorted(points)
+            if p > whole or not held(name_of(event.keys[p - 1], Part.POINT))
+        )
 
     def _junctions(self, event: Filled, grid: int) -> tuple[int, ...]:
         """Where this request leaves what is held of others: looked at when it first tells us of

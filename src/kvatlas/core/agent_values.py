@@ -27,7 +27,8 @@ class Config(msgspec.Struct, frozen=True):
     ``saves_s`` · ``hit_share`` is at least the time of its write. ``promote_after``: uses of a
     unit in a lower tier before it is copied up; 0 never. ``exclusive``: what is copied up leaves
     the tier below. ``write_through``: tiers that get a copy of what was saved at once.
-    ``spacing``: which of the points that an engine has are saved; None: all.
+    ``spacing``: which of the points that an engine has are saved; None: all. ``reads`` and
+    ``writes``: bytes per second of the ways from and to each tier, as measured at the start.
     """
 
     save_s: float = 30.0
@@ -41,12 +42,14 @@ class Config(msgspec.Struct, frozen=True):
     queue_max: int = 1024
     units_max: int = 8192
     known_max: int = 4_000_000
-    hit_share: float = 0.1
+    hit_share: float = 0.25
     promote_after: int = 1
     exclusive: bool = False
     write_through: tuple[Tier, ...] = ()
     demote: bool = True
     spacing: Spacing | None = None
+    reads: dict[Tier, float] = {}
+    writes: dict[Tier, float] = {}
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values that cannot work."""
@@ -56,6 +59,9 @@ class Config(msgspec.Struct, frozen=True):
             raise ConfigError(f"agent: times must be seconds above zero, not {times}")
         if min(*counts, self.units_max, self.known_max) < 1 or self.promote_after < 0:
             raise ConfigError("agent: limits must be at least 1, promote_after at least 0")
+        rates = (*self.reads.values(), *self.writes.values())
+        if not all(math.isfinite(rate) and rate > 0 for rate in rates):
+            raise ConfigError("agent: reads and writes are bytes per second, above zero")
         if not 0 <= self.hit_share <= 1:
             raise ConfigError(f"agent: hit_share is {self.hit_share}: a share is in 0…1")
 

@@ -38,7 +38,7 @@ class Node:
         self.config = config
         self.inventory = Inventory(ledgers, config.known_max)
         self.operations = Operations(config.grace_s)
-        self.paths = Paths()
+        self.paths = Paths(config)
         self.order = self.paths.order()
         self.workers: dict[str, Worker] = {}
         self.counts: Counter[str] = Counter()
@@ -168,7 +168,9 @@ class Node:
     def begin(self, operation: Operation) -> None:
         """Book an operation that is about to be asked for."""
         self.operations.open(operation)
-        operation.alone = not any(self.paths.reading[s.tier] for s in operation.sources)
+        paths, target = self.paths, operation.target
+        operation.alone = not any(paths.reading[s.tier] for s in operation.sources)
+        operation.alone = operation.alone and (target is None or not paths.writing[target])
         self._queue(operation, 1)
 
     def close(self, number: int) -> Operation | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvatlas.core.agent_values import Ask, Offer, Source
+from kvatlas.core.agent_values import Ask, Config, Offer
 from kvatlas.core.cost import PRIOR_BYTES_PER_S, PRIOR_LATENCY_S, EngineCost, Line
 from kvatlas.core.inventory import Reach
 from kvatlas.core.records import Tier
@@ -21,9 +21,10 @@ _CHOICES_MAX = 64  # positions that are priced for one question, the deepest
 class Paths:
     """Reads and writes of one node, by tier."""
 
-    def __init__(self) -> None:
-        self.reads = {tier: _line(rate) for tier, rate in PRIOR_BYTES_PER_S.items()}
-        self.writes = {tier: _line(rate) for tier, rate in PRIOR_BYTES_PER_S.items()}
+    def __init__(self, config: Config) -> None:
+        priors = PRIOR_BYTES_PER_S
+        self.reads = {tier: _line(config.reads.get(tier, rate)) for tier, rate in priors.items()}
+        self.writes = {tier: _line(config.writes.get(tier, rate)) for tier, rate in priors.items()}
         self.reading: Counter[Tier] = Counter()  # bytes on their way
         self.writing: Counter[Tier] = Counter()
 
@@ -82,11 +83,3 @@ def _choices(reach: Reach, sizes: Sizes) -> Sequence[int]:
         return positions[-_CHOICES_MAX:]
     ends = {at for at in reach.changes() if at >= positions[0]}
     return sorted(ends | {positions[-1]})[-_CHOICES_MAX:]
-
-
-def joined(sources: Sequence[Source]) -> dict[Tier, int]:
-    """Bytes by tier."""
-    total: dict[Tier, int] = {}
-    for source in sources:
-        total[source.tier] = total.get(source.tier, 0) + source.size_bytes
-    return total

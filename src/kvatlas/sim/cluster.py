@@ -9,13 +9,16 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvatlas.config import Count, DirectoryConfig, Positive, Rate, Seconds, line_of, read
+from kvatlas.config import Count, Positive, Rate, Seconds, line_of, read
+from kvatlas.core.agent_values import Config
 from kvatlas.core.layout import Layout
+from kvatlas.core.records import Tier
 from kvatlas.errors import ConfigError, LayoutError
 from kvatlas.sim.gateway import GatewaySpec
 from kvatlas.sim.links import PROFILES as LINKS
 from kvatlas.sim.links import LinkSpec
 from kvatlas.sim.pairs import PairSpec
+from kvatlas.sim.tier_spec import DISK_READ, DISK_WRITE, TierSpec, size_bytes
 from kvatlas.workload.device import Device
 from kvatlas.workload.models import load_config, load_layout
 from kvatlas.workload.pool import Pool, pool_blocks
@@ -43,6 +46,13 @@ class NetworkTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latency_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0001
 
 
+class DirectoryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Caps in block-holders, as in kvatlas.toml."""
+
+    blocks_max: Positive = 20_000_000
+    blocks_per_publisher_max: Positive = 2_000_000
+
+
 class GatewayTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How patient the gateway is; the same defaults as in kvatlas.toml."""
 
@@ -58,7 +68,8 @@ class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plain one needs ``blocks``, ``prefill_tokens_per_s`` and ``decode_step_s``. ``device`` names a
     profile or a ``[[device]]``, ``link`` a link profile or a ``[[link]]``: the network card of each
     node, one way; ``per_node`` engines share a node. ``blocks`` 0: what ``memory_share`` of the
-    devices' memory leaves beside the weights. ``retention_tokens`` -1 keeps every window on the grid.
+    devices' memory leaves beside the weights. ``retention_tokens`` -1 keeps every window on the
+    grid.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=100)] = "engine"
@@ -69,7 +80,7 @@ class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_dtype: str = "auto"
     device: str = "H200"
     devices: Positive = 1
-    link: str = "rdma400"
+    link: str = "RDMA-400G"
     per_node: Positive = 1
     precision: str = "fp8"
     expert_precision: str = ""
@@ -106,6 +117,24 @@ class PairsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_timeout_s: Seconds = 60.0
 
 
+class TiersTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What every node has below its engines: sizes as text ("1.5TB"), "" for none. ``object`` is
+    one store for all; ``peers``: nodes read from each other's dram. ``host_link`` names the link
+    between engines and host memory, ``disk_read_bytes_per_s`` and its like what the disks reach.
+    """
+
+    dram: str = ""
+    disk: str = ""
+    object: str = ""
+    peers: bool = False
+    policy: str = "lru"
+    exclusive: bool = False
+    write_through: bool = False
+    host_link: str = "PCIe-5-x16"
+    disk_read_bytes_per_s: Rate = DISK_READ.bytes_per_s
+    disk_write_bytes_per_s: Rate = DISK_WRITE.bytes_per_s
+
+
 class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -113,10 +142,11 @@ class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router: RouterTable = RouterTable()
     network: NetworkTable = NetworkTable()
     gateway: GatewayTable = GatewayTable()
-    directory: DirectoryConfig = DirectoryConfig()
+    directory: DirectoryTable = DirectoryTable()
     device: tuple[DeviceTable, ...] = ()
     link: tuple[LinkTable, ...] = ()
     pairs: PairsTable = PairsTable()
+    tiers: TiersTable | None = None
 
 
 TABLES: dict[str, type[msgspec.Struct]] = {
@@ -125,10 +155,11 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "router": RouterTable,
     "network": NetworkTable,
     "gateway": GatewayTable,
-    "directory": DirectoryConfig,
+    "directory": DirectoryTable,
     "device": DeviceTable,
     "link": LinkTable,
     "pairs": PairsTable,
+    "tiers": TiersTable,
 }
 
 
@@ -150,8 +181,9 @@ class Cluster(msgspec.Struct, frozen=True):
     router: RouterTable = RouterTable()
     network: NetworkTable = NetworkTable()
     gateway: GatewaySpec = GatewaySpec()
-    directory: DirectoryConfig = DirectoryConfig()
+    directory: DirectoryTable = DirectoryTable()
     pairs: PairSpec = PairSpec()
+    tiers: TierSpec | None = None
 
     def devices(self) -> int:
         """Accelerators in all."""
@@ -216,7 +248,45 @@ def build(file: ClusterFile, where: Where) -> Cluster:
         poll_timeout_s=2 * file.gateway.poll_s,
     )
     pairs = PairSpec(file.pairs.lease_s, file.pairs.transfer_timeout_s)
-    return Cluster(tuple(members), file.router, file.network, gateway, file.directory, pairs)
+    return Cluster(
+        tuple(members),
+        file.router,
+        file.network,
+        gateway,
+        file.directory,
+        pairs,
+        _tiers(file.tiers, links, where),
+    )
+
+
+def _tiers(table: TiersTable | None, links: dict[str, LinkSpec], where: Where) -> TierSpec | None:
+    if table is None:
+        return None
+    if table.host_link not in links:
+        known = ", ".join(links)
+        raise ConfigError(f"{where('tiers.host_link')}: unknown link {table.host_link!r}: {known}")
+    sizes: dict[str, int] = {}
+    for name, text in (("dram", table.dram), ("disk", table.disk), ("object", table.object)):
+        try:
+            sizes[name] = size_bytes(text) if text else 0
+        except ConfigError as error:
+            raise ConfigError(f"{where(f'tiers.{name}')}: {error}") from error
+    shared = (Tier.OBJECT,) if table.object else ()
+    through = (*((Tier.DISK,) if table.disk else ()), *shared) if table.write_through else shared
+    try:
+        return TierSpec(
+            dram_bytes=sizes["dram"],
+            disk_bytes=sizes["disk"],
+            object_bytes=sizes["object"],
+            peers=table.peers,
+            policy=table.policy,
+            host_link=links[table.host_link],
+            disk_read_link=LinkSpec(table.disk_read_bytes_per_s, DISK_READ.latency_s),
+            disk_write_link=LinkSpec(table.disk_write_bytes_per_s, DISK_WRITE.latency_s),
+            agent=Config(exclusive=table.exclusive, write_through=through),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where('tiers')}: {error}") from error
 
 
 def _check_roles(members: list[Member], where: Where) -> None:
@@ -254,7 +324,7 @@ def _links(file: ClusterFile, where: Where) -> dict[str, LinkSpec]:
         }
         base = msgspec.structs.asdict(links[table.like]) if table.like else {}
         if "bytes_per_s" not in base | values:
-            raise ConfigError(f'{where(place)}: give bytes_per_s (or say like = "rdma400")')
+            raise ConfigError(f'{where(place)}: give bytes_per_s (or say like = "RDMA-400G")')
         try:
             links[table.name] = LinkSpec(**{**base, **values})
         except ConfigError as error:

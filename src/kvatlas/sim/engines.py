@@ -93,7 +93,7 @@ class Outside(Connector, Protocol):
         """This life is over."""
 
 
-class _Publisher:
+class EventLog:
     """Numbers batches and keeps the last ones for replay, as vLLM's `ZmqEventPublisher`."""
 
     def __init__(self, first_seq: int = 0) -> None:
@@ -102,6 +102,7 @@ class _Publisher:
         self._bytes = 0
 
     def publish(self, events: tuple[Event, ...], ts: float) -> Batch:
+        """The next batch."""
         batch = Batch(self.next_seq, ts, events)
         self.next_seq += 1
         size = sum(len(getattr(event, "tokens", b"")) for event in events)
@@ -157,7 +158,7 @@ class SimEngine:
         self._make_outside = make_outside
         self.outside: Outside | None = None
         self._engine = self._new()
-        self._events = _Publisher()
+        self._events = EventLog()
         self._arrives: dict[str, Arrive] = {}
         self._came_at: dict[str, float] = {}
         self._cached: dict[str, int] = {}  # until the request ended
@@ -211,7 +212,7 @@ class SimEngine:
         """A new process: empty cache, batches numbered from ``first_seq`` (vLLM: 0)."""
         if self.up:
             return
-        self._events = _Publisher(first_seq)
+        self._events = EventLog(first_seq)
         self.life += 1
         self.up = True
         self._network.attach(self.name, self._receive)

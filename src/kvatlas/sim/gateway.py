@@ -20,6 +20,7 @@ from kvatlas.core.dispatch import (
     Question,
     Sent,
     SetLoad,
+    Settle,
     SetUp,
     Sweep,
 )
@@ -102,6 +103,8 @@ class Gateway:
         self._network = network
         self._watchers = watchers
         self._workers: dict[str, _Worker] = {}
+        self._agents: dict[str, Feed] = {}
+        self._agent_lives: dict[str, int] = {}
         self._among: tuple[tuple[Publisher, str], ...] = ()
         self._flights: dict[str, Flight] = {}
         self._looks = 0
@@ -136,6 +139,20 @@ class Gateway:
             self._among = (*self._among, (publisher, ""))
         self.dispatcher.handle(Join(publisher, layout, fingerprint), self._timeline.now)
 
+    def add_agent(
+        self, publisher: Publisher, engines: Sequence[Publisher], store: str = ""
+    ) -> None:
+        """Listen to the agent of a node, whose tiers carry its engines further."""
+        name = publisher.worker
+        self._agents[name] = Feed(
+            self._timeline,
+            self.dispatcher,
+            publisher,
+            lambda message: self._network.send(GATEWAY, name, message),
+            limits=self._feed_limits,
+        )
+        self.dispatcher.handle(Settle(publisher, tuple(engines), store), self._timeline.now)
+
     def start(self) -> None:
         """Begin to look after the engines."""
         self._poll = self._timeline.after(self.spec.poll_s, self._look)
@@ -159,9 +176,8 @@ class Gateway:
                 among = tuple((publisher, inquiry.adapter) for publisher, _ in among)
             question = Question(inquiry.id, among, inquiry.tokens, scope)
         else:  # the service does not tokenize where nobody looks at the prompt either
-            count = len(inquiry.tokens) // 4
             policy = self.dispatcher.router.policy
-            question = Question(inquiry.id, self._among, unkeyed=policy, prompt_tokens=count)
+            question = Question(inquiry.id, self._among, unkeyed=policy)
         decision = self.dispatcher.handle(question, now)
         assert decision is not None
         for watcher in self._watchers:
@@ -309,6 +325,9 @@ class Gateway:
     # -- what engines say -------------------------------------------------------------------------
 
     def _receive(self, source: str, message: Message) -> None:
+        if source in self._agents:
+            self._agent_says(source, message)
+            return
         worker = self._workers[source]
         match message:
             case Answers():
@@ -338,6 +357,15 @@ class Gateway:
                 self._pulse(worker, message)
             case Events() | Subscribed() | Replayed() | Refused():
                 worker.feed.receive(message)
+
+    def _agent_says(self, source: str, message: Message) -> None:
+        feed = self._agents[source]
+        if not isinstance(message, Pulse):
+            feed.receive(message)
+        elif message.life > self._agent_lives.get(source, 0):
+            if source in self._agent_lives:
+                feed.restarted("its process started anew")
+            self._agent_lives[source] = message.life
 
     def _mine(self, id: str, source: str) -> Flight | None:
         """The flight that ``source`` may speak of: not one that moved on meanwhile."""
@@ -412,7 +440,8 @@ class Gateway:
             worker.life = pulse.life
         elif pulse.asleep != worker.asleep:
             # An idle engine sends no events: what it dropped is known by this alone.
-            worker.feed.dropped("it sleeps" if pulse.asleep else "it slept")
+            reason = "it sleeps" if pulse.asleep else "it slept"
+            worker.feed.dropped(reason, awake=not pulse.asleep)
         if pulse.layout is not None and pulse.fingerprint != worker.fingerprint:
             worker.fingerprint = pulse.fingerprint
             join = Join(worker.publisher, pulse.layout, pulse.fingerprint)

@@ -20,6 +20,8 @@ from kvatlas.report.latency import Report, Slo, Summary, summarise
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.flights import Inquiry, Outcome
 from kvatlas.sim.pairs import PairCounts
+from kvatlas.sim.tier_side import TierSide
+from kvatlas.sim.tier_units import AgentUse
 from kvatlas.workload.protocol import Admitted, Arrive
 from kvatlas.workload.step_time import StepTime
 
@@ -137,6 +139,7 @@ class SimReport(msgspec.Struct, frozen=True):
     engines: tuple[EngineLoad, ...]
     links: dict[str, float]
     pairs: PairCounts
+    agents: dict[str, AgentUse]
     fallbacks: dict[str, int]
     faults: dict[str, int]
     retries: int
@@ -169,6 +172,7 @@ class Recorder:
         self._last_at = 0.0
         # request → engine → (resumed, of these loaded), until the request ended
         self._admitted: dict[str, dict[str, tuple[int, int]]] = {}
+        self._below: dict[str, dict[Tier, int]] = {}  # the loaded ones by tier, where tiers are
         self._engines: dict[str, _EngineCounts] = {}
         self._specs: dict[str, SimEngine] = {}
         self._fallbacks: Counter[str] = Counter()
@@ -188,6 +192,9 @@ class Recorder:
         known = self._admitted.setdefault(arrive.id, {})
         if engine.name not in known:  # else again, after a preemption
             known[engine.name] = admitted.cached_tokens, admitted.loaded_tokens
+            side = engine.outside
+            if admitted.loaded_tokens and isinstance(side, TierSide):
+                self._below[arrive.id] = side.loaded_from(arrive.id)
             self._specs[engine.name] = engine
             self._waited_s += waited_s
 
@@ -206,6 +213,7 @@ class Recorder:
         self._output += outcome.output_tokens
         self._retries += max(0, len(outcome.tried) - 1)
         admitted = self._admitted.pop(outcome.id, {})
+        below = self._below.pop(outcome.id, {})
         if outcome.fallback:
             self._fallbacks[outcome.fallback] += 1
         if outcome.fault:
@@ -213,11 +221,16 @@ class Recorder:
             self._faults[outcome.fault] += 1
             self._unserved += outcome.prompt_tokens
         else:
-            self._served(outcome, admitted)
+            self._served(outcome, admitted, below)
         if self._export is not None:
             self._export(outcome)
 
-    def _served(self, outcome: Outcome, admitted: dict[str, tuple[int, int]]) -> None:
+    def _served(
+        self,
+        outcome: Outcome,
+        admitted: dict[str, tuple[int, int]],
+        below: dict[Tier, int],
+    ) -> None:
         e2e_s = outcome.ended_at - outcome.arrived_at
         self._ttft_s.append(outcome.ttft_s)
         self._e2e_s.append(e2e_s)
@@ -234,7 +247,7 @@ class Recorder:
         counts = self._of(last)
         counts.output += outcome.output_tokens
         # Where a pair shared the work, the prefill half decides what was reused.
-        name = outcome.prefilled_by if loaded else last
+        name = (outcome.prefilled_by if loaded and not below else "") or last
         if name != last:
             cached = admitted[name][0]
             self._of(name).requests += 1
@@ -242,7 +255,9 @@ class Recorder:
         counts = self._of(name)
         counts.prompt += prompt
         counts.hits += cached
-        self._hits[Tier.HBM] += cached
+        for tier, tokens in below.items():
+            self._hits[tier] += tokens
+        self._hits[Tier.HBM] += cached - sum(below.values())
         self._recomputed += prompt - cached
         time = self._times.get(name)
         if time is None:

@@ -12,18 +12,23 @@ from kvatlas.core.directory import Directory, Limits
 from kvatlas.core.dispatch import Dispatcher
 from kvatlas.core.keys import Fingerprint, Keyring
 from kvatlas.core.layout import Layout
+from kvatlas.core.records import Publisher
 from kvatlas.core.router import Params, Router
 from kvatlas.report.latency import Slo
 from kvatlas.sim.arrivals import Arrivals
 from kvatlas.sim.cluster import Cluster, Member
-from kvatlas.sim.engines import EngineWatcher, SimEngine
+from kvatlas.sim.engines import EngineWatcher, Outside, SimEngine
 from kvatlas.sim.gateway import Gateway, GatewayWatcher, Inquiry, Outcome
 from kvatlas.sim.links import Fabric, LinkSpec
 from kvatlas.sim.network import Network
 from kvatlas.sim.pairs import Pairs
+from kvatlas.sim.prompts import prompt_tokens
 from kvatlas.sim.report import Recorder, SimReport
+from kvatlas.sim.tier_spec import TierSpec
+from kvatlas.sim.tiers import Tiers
 from kvatlas.sim.timeline import Timeline
-from kvatlas.workload.trace import Trace, TraceRequest, tokens_of
+from kvatlas.workload.protocol import Model
+from kvatlas.workload.trace import Trace, TraceRequest
 
 
 class Play(msgspec.Struct, frozen=True):
@@ -57,28 +62,18 @@ class World:
         seed: int = 0,
         engine_watchers: Sequence[EngineWatcher] = (),
         gateway_watchers: Sequence[GatewayWatcher] = (),
+        make_model: Callable[[Layout], Model] | None = None,
     ) -> None:
-        """Raises ConfigError where an engine of the cluster cannot work."""
+        """``make_model`` gives each engine what it computes with (default: nothing).
+
+        Raises ConfigError where an engine of the cluster cannot work."""
         self.cluster = cluster
         self.timeline = Timeline()
         self.network = Network(self.timeline, latency_s=cluster.network.latency_s)
         self.fabric = Fabric(self.timeline)
         secret = hashlib.sha256(b"kvatlas.sim.1\0%d" % seed).digest()
         keyring = Keyring(secret)
-        directory = Directory(
-            keyring,
-            Limits(
-                holders_max=cluster.directory.blocks_max,
-                holders_per_publisher_max=cluster.directory.blocks_per_publisher_max,
-            ),
-        )
-        router = Router(
-            Params(
-                policy=cluster.router.policy,
-                prefill_tokens_per_s=cluster.router.prefill_tokens_per_s,
-            )
-        )
-        self.dispatcher = Dispatcher(directory, router, keyring)
+        self.dispatcher = _dispatcher(cluster, keyring)
         self.gateway = Gateway(
             self.timeline,
             self.network,
@@ -89,23 +84,61 @@ class World:
         self.engines: dict[str, SimEngine] = {}
         self._nodes = {member.name: member.node for member in cluster.members}
         self.pairs = Pairs(self.timeline, self.network, self.fabric, self._path, spec=cluster.pairs)
+        self.tiers: Tiers | None = None
+        if cluster.tiers is not None:
+            self._add_tiers(cluster.tiers, keyring)
         for member in cluster.members:
-            engine = SimEngine(
-                member.name,
-                member.layout,
-                member.spec,
-                timeline=self.timeline,
-                network=self.network,
-                watchers=engine_watchers,
-                role=member.role,
-                make_outside=None if member.role == "combined" else self.pairs.side,
-            )
-            self.engines[member.name] = engine
-            self.gateway.add_engine(
-                engine.publisher, member.layout, fingerprint(member.layout), role=member.role
-            )
-            if member.role != "combined":
-                self._wire(member)
+            self._add_engine(member, engine_watchers, make_model)
+
+    def _add_engine(
+        self,
+        member: Member,
+        watchers: Sequence[EngineWatcher],
+        make_model: Callable[[Layout], Model] | None,
+    ) -> None:
+        engine = SimEngine(
+            member.name,
+            member.layout,
+            member.spec,
+            timeline=self.timeline,
+            network=self.network,
+            watchers=watchers,
+            role=member.role,
+            make_model=make_model,
+            make_outside=self._outside(member),
+        )
+        self.engines[member.name] = engine
+        self.gateway.add_engine(
+            engine.publisher, member.layout, fingerprint(member.layout), role=member.role
+        )
+        if member.role != "combined":
+            self._wire(member)
+
+    def _add_tiers(self, spec: TierSpec, keyring: Keyring) -> None:
+        """One agent per node of engines that do not share their work with others."""
+        self.tiers = Tiers(
+            self.timeline,
+            self.network,
+            self.fabric,
+            spec,
+            keyring=keyring,
+            fingerprint=lambda engine: fingerprint(engine.layout),
+        )
+        nodes: dict[str, list[Member]] = {}
+        for member in self.cluster.members:
+            if member.role == "combined":
+                nodes.setdefault(member.node, []).append(member)
+        store = "store" if spec.object_bytes else ""
+        for name, members in nodes.items():
+            engines = [Publisher(member.name) for member in members]
+            node = self.tiers.add_node(name, [m.name for m in members], members[0].link)
+            self.gateway.add_agent(node.publisher, engines, store)
+
+    def _outside(self, member: Member) -> Callable[[SimEngine], Outside] | None:
+        """Where an engine's state may come from beside its own pool."""
+        if member.role != "combined":
+            return self.pairs.side
+        return self.tiers.side if self.tiers is not None else None
 
     def _wire(self, member: Member) -> None:
         """The network card of an engine's node, both ways, and the node's own interconnect."""
@@ -158,7 +191,7 @@ def _inquiry(request: TraceRequest, block_tokens: int, play: Play) -> Inquiry:
     output = max(1, request.output_tokens)
     if play.max_output_tokens is not None:
         output = min(output, play.max_output_tokens)
-    tokens = tokens_of(request, block_tokens=block_tokens)
+    tokens = prompt_tokens(request, block_tokens)
     return Inquiry(str(request.index), tokens, output, request.scope)
 
 
@@ -192,10 +225,24 @@ def simulate(
         engines=tuple(loads),
         links={name: link.bytes_moved for name, link in world.fabric.links.items()},
         pairs=world.pairs.counts,
+        agents=world.tiers.use() if world.tiers is not None else {},
         fallbacks=recorder.fallbacks,
         faults=recorder.faults,
         retries=recorder.retries,
     )
+
+
+def _dispatcher(cluster: Cluster, keyring: Keyring) -> Dispatcher:
+    """The production core, configured as `kvatlas serve` would."""
+    limits = Limits(
+        holders_max=cluster.directory.blocks_max,
+        holders_per_publisher_max=cluster.directory.blocks_per_publisher_max,
+    )
+    params = Params(
+        policy=cluster.router.policy,
+        prefill_tokens_per_s=cluster.router.prefill_tokens_per_s,
+    )
+    return Dispatcher(Directory(keyring, limits), Router(params), keyring)
 
 
 def fingerprint(layout: Layout) -> bytes:

@@ -1,0 +1,358 @@
+"""One simulated node: its agent, the bytes of its tiers, and what is moved between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvatlas.core import agent_values as words
+from kvatlas.core.agent import Agent
+from kvatlas.core.events import UnitsGone, UnitsHeld
+from kvatlas.core.ledger import Ledger
+from kvatlas.core.ledger_values import Limits
+from kvatlas.core.policy.registry import make_policy
+from kvatlas.core.records import Publisher, Tier
+from kvatlas.core.units import Part, Unit
+from kvatlas.sim.engines import GATEWAY, EventLog
+from kvatlas.sim.links import Flow, LinkSpec
+from kvatlas.sim.messages import AskReplay, Events, Message, Pulse, Replayed, Subscribed
+from kvatlas.sim.tier_units import AgentUse, Kept
+from kvatlas.sim.timeline import Timer
+
+if TYPE_CHECKING:
+    from kvatlas.sim.tier_side import TierSide
+    from kvatlas.sim.tiers import Tiers
+
+
+class SimNode:
+    """One node's agent process and its tiers. ``stop`` and ``start`` are those of the agent;
+    ``restart`` is that of the node, which loses its dram."""
+
+    def __init__(self, tiers: Tiers, name: str, engines: Sequence[str], link: LinkSpec) -> None:
+        self.name = name
+        self.engines = tuple(engines)
+        self.publisher = Publisher(f"agent-{name}")
+        self.up = False
+        self.life = 0
+        self.sides: dict[str, TierSide] = {}
+        self._tiers = tiers
+        self._link = link
+        spec, fabric = tiers.spec, tiers.fabric
+        self._own: dict[Tier, dict[bytes, Kept]] = {}
+        self._sealed: set[bytes] = set()  # block keys in the disk's catalogue of records
+        for tier, size_bytes in ((Tier.DRAM, spec.dram_bytes), (Tier.DISK, spec.disk_bytes)):
+            if size_bytes:
+                self._own[tier] = {}
+        fabric.add(f"{name} host", spec.host_link)
+        fabric.add(f"{name} disk read", spec.disk_read_link)
+        fabric.add(f"{name} disk write", spec.disk_write_link)
+        fabric.add(f"{name} net in", link)
+        fabric.add(f"{name} net out", link)
+        self.agent = self._new_agent()
+        self._log = EventLog()
+        self._moves: dict[int, Move] = {}
+        self._timer: Timer | None = None
+        self.start()
+
+    # -- the process ----------------------------------------------------------------------------
+
+    def _new_agent(self) -> Agent:
+        spec = self._tiers.spec
+        sizes = {Tier.DRAM: spec.dram_bytes, Tier.DISK: spec.disk_bytes}
+        ledgers = {
+            tier: Ledger(
+                Limits(sizes[tier], spec.high, spec.low, spec.quotas),
+                make_policy(spec.policy, tier),
+            )
+            for tier in self._own
+        }
+        return Agent(ledgers, spec.calibrated(self._link))
+
+    def start(self) -> None:
+        """A new agent: of its own tiers it knows what the disk's catalogue says."""
+        if self.up:
+            return
+        self.up = True
+        self.life += 1
+        if self.life > 1:
+            self.agent = self._new_agent()
+            self._log = EventLog()
+        self._tiers.network.attach(self.publisher.worker, self._receive)
+        self._send(Pulse(0, self.life, 0))
+        self._send(Subscribed())
+        for side in self.sides.values():
+            side.attach()
+        self._own.get(Tier.DRAM, {}).clear()  # nobody knows any more what lies where
+        by_tenant: dict[str, list[Unit]] = {}
+        for kept in self._own.get(Tier.DISK, {}).values():
+            by_tenant.setdefault(kept.tenant, []).append(kept.unit)
+        for tenant, units in by_tenant.items():
+            self.tell(words.Found(Tier.DISK, tuple(units), tuple(self._sealed), tenant))
+
+    def stop(self) -> None:
+        """The agent dies: whatever it moved is over, and nobody answers for its tiers."""
+        if not self.up:
+            return
+        self.up = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for move in list(self._moves.values()):
+            move.break_off()
+        self._moves.clear()
+        self._tiers.network.detach(self.publisher.worker)
+        for side in self.sides.values():
+            side.agent_gone()
+
+    def restart(self) -> None:
+        """Die and come back."""
+        self.stop()
+        self.start()
+
+    def lose(self, tier: Tier) -> None:
+        """A fault: a tier is empty, and the agent is told."""
+        self._own[tier].clear()
+        if tier is Tier.DISK:
+            self._sealed.clear()
+        self.tell(words.Lose(tier))
+
+    def held(self, tier: Tier) -> dict[bytes, Kept]:
+        """Units in one of its tiers, or in the store, by name (read-outs, faults)."""
+        if tier is Tier.OBJECT:
+            return self._tiers.store.held if self._tiers.store is not None else {}
+        return self._own.get(tier, {})
+
+    def use(self) -> AgentUse:
+        """What its present agent did, for the report."""
+        agent = self.agent
+        return AgentUse(
+            {f"{kind} {tier.name.lower()}": size for (kind, tier), size in agent.moved.items()},
+            {t.name.lower(): agent.ledger(t).usage().committed_bytes for t in self._own},
+            dict(sorted(agent.counts.items())),
+        )
+
+    # -- the machine ----------------------------------------------------------------------------
+
+    def tell(self, event: words.Input) -> None:
+        """An input of the agent, where there is one."""
+        if self.up:
+            self.perform(self.agent.handle(event, self._tiers.timeline.now))
+
+    def perform(self, effects: Sequence[words.Effect]) -> None:
+        """Do what the agent orders, in its order; what takes time ends later."""
+        for effect in effects:
+            match effect:
+                case words.Announce(events):
+                    batch = self._log.publish(events, self._tiers.timeline.now)
+                    self._send(Events(batch))
+                    for event in events:
+                        if isinstance(event, UnitsHeld | UnitsGone):
+                            self._tiers.gossip(self, event)
+                case words.Drop(tier, names):
+                    held = self.held(tier)
+                    for name in names:
+                        held.pop(name, None)
+                        if tier is Tier.DISK and name[-1] == Part.POINT:
+                            self._sealed.discard(name[:-1])
+                case words.Ready(worker, request, tokens):
+                    side = self.sides.get(worker)
+                    if side is not None:
+                        side.ready(request, tokens)
+                case words.Stop(op):
+                    move = self._moves.get(op)
+                    if move is not None:
+                        move.fenced = True
+                        self._tiers.timeline.after(0.0, move.break_off)
+                case words.Save() | words.Load() | words.Copy() | words.Seal():
+                    move = self._moves[effect.op] = Move(self._tiers, self, effect)
+                    move.start()
+                case _:
+                    pass
+        self._arm()
+
+    def done(self, move: Move, event: words.Done) -> None:
+        """A move is over: the agent hears of it when the effects at hand are performed."""
+        if self._moves.pop(event.op, None) is move:
+            self._tiers.timeline.after(0.0, self._tell_alive, event, self.life)
+
+    def _tell_alive(self, event: words.Done, life: int) -> None:
+        if life == self.life:
+            self.tell(event)
+
+    def put(self, tier: Tier, kept: Kept) -> None:
+        """Bytes of a unit arrive in a tier."""
+        if tier is not Tier.OBJECT:
+            self._own[tier][kept.unit.name] = kept
+            return
+        tiers = self._tiers
+        assert tiers.store is not None
+        gone = tiers.store.put(kept)
+        for node in tiers.nodes.values() if gone else ():
+            told = words.Told(Tier.OBJECT, gone=tuple(gone))
+            tiers.timeline.after(tiers.spec.message_s, node.tell, told)
+
+    def sealed(self, tier: Tier, keys: Sequence[bytes]) -> None:
+        """Records are written."""
+        if tier is Tier.DISK:
+            self._sealed.update(keys)
+
+    def _arm(self) -> None:
+        due = self.agent.next_deadline()
+        if self._timer is not None:
+            if due == self._timer.at:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
+            self._timer = self._tiers.timeline.at(due, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.perform(self.agent.tick(self._tiers.timeline.now))
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def _send(self, message: Message) -> None:
+        self._tiers.network.send(self.publisher.worker, GATEWAY, message)
+
+    def _receive(self, source: str, message: Message) -> None:
+        if isinstance(message, AskReplay):
+            for batch in self._log.since(message.from_seq):
+                self._send(Replayed(message.token, batch))
+            self._send(Replayed(message.token, None))
+
+
+class Move:
+    """One operation on its way: a flow per source, all of which must arrive."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        node: SimNode,
+        effect: words.Save | words.Load | words.Copy | words.Seal,
+    ) -> None:
+        self._tiers = tiers
+        self._node = node
+        self.effect = effect
+        self._flows: list[Flow] = []
+        self._left = 0
+        self._over = False
+        self.fenced = False  # it may deliver nothing any more
+        self._have: dict[bytes, Kept] = {}  # of a save: what the engine could still give
+        self._release: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Put it on its way."""
+        effect, name = self.effect, self._node.name
+        match effect:
+            case words.Save(worker=worker, tier=tier):
+                side = self._node.sides.get(worker)
+                if side is None:
+                    self._end("the engine is gone")
+                    return
+                path = [f"{name} host", *self._way_to(tier)]
+                side.hold(effect, lambda have, release: self._held(have, release, path))
+            case words.Load(sources=sources):
+                flows = [(self._way_from(s), s.size_bytes) for s in sources]
+                self._flow([([*path, f"{name} host"], size) for path, size in flows])
+            case words.Copy(source=source, target=target):
+                path = [*self._way_from(source), *self._way_to(target)]
+                self._flow([(path, source.size_bytes)])
+            case words.Seal():
+                self._tiers.timeline.after(self._tiers.spec.record_s, self._end)
+
+    def _way_from(self, source: words.Source) -> list[str]:
+        name = self._node.name
+        match source.tier:
+            case Tier.DISK:
+                return [f"{name} disk read"]
+            case Tier.OBJECT:
+                return ["store", f"{name} net in"]
+            case Tier.PEER:
+                return [f"{source.node} net out", f"{name} net in"]
+        return []
+
+    def _way_to(self, tier: Tier) -> list[str]:
+        name = self._node.name
+        if tier is Tier.DISK:
+            return [f"{name} disk write"]
+        return [f"{name} net out", "store"] if tier is Tier.OBJECT else []
+
+    def _held(self, have: dict[bytes, Kept], release: Callable[[], None], path: list[str]) -> None:
+        """The engine keeps these units' blocks until they are copied."""
+        if self._over:
+            release()
+            return
+        assert isinstance(self.effect, words.Save)
+        self._have, self._release = have, release
+        size = sum(unit.size_bytes for unit in self.effect.units if unit.name in have)
+        self._flow([(path, size)])
+
+    def _flow(self, flows: Sequence[tuple[Sequence[str], int]]) -> None:
+        self._left = len(flows)
+        self._flows = [self._tiers.fabric.start(p, size, self._arrived) for p, size in flows]
+
+    def _arrived(self, whole: bool) -> None:
+        if not whole:
+            self._end("broken off")
+            return
+        self._left -= 1
+        if not self._left:
+            self._end()
+
+    def break_off(self) -> None:
+        """Stop it wherever it is."""
+        self._end("broken off")
+
+    def _end(self, error: str = "") -> None:
+        if self._over:
+            return
+        self._over = True
+        if self.fenced:
+            error = error or "stopped"
+        for flow in self._flows:
+            flow.break_off()
+        effect = self.effect
+        bad: dict[str, list[bytes]] = {"failed": [], "damaged": []}
+        if not error and isinstance(effect, words.Seal):
+            self._node.sealed(effect.tier, effect.keys)
+        elif not error:
+            for unit, kept in self._units():
+                verdict = "" if kept is not None else "failed"
+                if not verdict and self._tiers.verdict is not None:
+                    verdict = self._tiers.verdict(self._node.name, effect, unit)
+                if verdict:
+                    bad[verdict].append(unit.name)
+                elif kept is not None:
+                    self._deliver(kept)
+        if self._release is not None:
+            self._release()
+        done = words.Done(effect.op, tuple(bad["failed"]), tuple(bad["damaged"]), error)
+        self._node.done(self, done)
+
+    def _units(self) -> list[tuple[Unit, Kept | None]]:
+        """What should have arrived, as it is where it came from."""
+        effect = self.effect
+        if isinstance(effect, words.Save):
+            return [(unit, self._have.get(unit.name)) for unit in effect.units]
+        assert isinstance(effect, words.Load | words.Copy)
+        found: list[tuple[Unit, Kept | None]] = []
+        for source in effect.sources if isinstance(effect, words.Load) else (effect.source,):
+            node: SimNode | None = self._node
+            tier = source.tier
+            if tier is Tier.PEER:
+                node, tier = self._tiers.nodes.get(source.node), Tier.DRAM
+            held = node.held(tier) if node is not None and node.up else {}
+            found += [(unit, held.get(unit.name)) for unit in source.units]
+        return found
+
+    def _deliver(self, kept: Kept) -> None:
+        match self.effect:
+            case words.Save(tier=tier):
+                self._node.put(tier, kept)
+            case words.Copy(target=target):
+                self._node.put(target, kept)
+            case words.Load(worker=worker, request=request):
+                side = self._node.sides.get(worker)
+                if side is not None:
+                    side.write(request, kept)

@@ -1,0 +1,105 @@
+"""What lies below the engines of a simulated cluster: sizes, links, the agent's settings."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import msgspec
+
+from kvatlas.core.agent_values import Config
+from kvatlas.core.policy.registry import POLICIES
+from kvatlas.core.records import Tier
+from kvatlas.errors import ConfigError
+from kvatlas.sim.links import PROFILES, LinkSpec
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?B?)", re.IGNORECASE)
+
+# Reached by one current data-centre SSD (PCIe 5.0: nominally 14 and 10 GB/s), an assumption.
+DISK_READ = LinkSpec(12e9, 80e-6)
+DISK_WRITE = LinkSpec(7e9, 20e-6)
+
+
+class TierSpec(msgspec.Struct, frozen=True):
+    """Per node ``dram_bytes`` and ``disk_bytes`` (0: none), for all together ``object_bytes``.
+
+    ``host_link`` is each node's way between engines and host memory, one way. ``peers``: nodes
+    read from each other's dram.
+    ``load_deadline_s``: a load that is expected to take longer is not begun. Raises ConfigError
+    on values that cannot work.
+    """
+
+    dram_bytes: int = 0
+    disk_bytes: int = 0
+    object_bytes: int = 0
+    peers: bool = False
+    policy: str = "lru"
+    high: float = 0.95
+    low: float = 0.90
+    quotas: dict[str, int] = {}
+    host_link: LinkSpec = PROFILES["PCIe-5-x16"]
+    disk_read_link: LinkSpec = DISK_READ
+    disk_write_link: LinkSpec = DISK_WRITE
+    store_link: LinkSpec = PROFILES["Mooncake-8x400G"]
+    record_s: float = 100e-6
+    message_s: float = 100e-6
+    load_deadline_s: float = math.inf
+    agent: Config = Config()
+
+    def __post_init__(self) -> None:
+        sizes = (self.dram_bytes, self.disk_bytes, self.object_bytes)
+        if min(sizes) < 0 or max(sizes) > 1 << 60:
+            raise ConfigError("tiers: sizes are bytes from 0 up to an exbibyte")
+        if not self.dram_bytes and not self.disk_bytes:
+            raise ConfigError("tiers: a node needs dram or disk of its own: give dram=SIZE")
+        if self.policy not in POLICIES or self.policy == "attention":
+            known = ", ".join(name for name in POLICIES if name != "attention")
+            raise ConfigError(f"tiers: policy {self.policy!r}: use one of {known}")
+
+    def calibrated(self, link: LinkSpec) -> Config:
+        """The agent's settings with the rates of its node's ways; ``link``: its network card."""
+        host, store = self.host_link.bytes_per_s, self.store_link.bytes_per_s
+        read, write = self.disk_read_link.bytes_per_s, self.disk_write_link.bytes_per_s
+        away = min(host, link.bytes_per_s)
+        reads = {Tier.DRAM: host, Tier.DISK: min(read, host), Tier.PEER: away}
+        writes = {Tier.DRAM: host, Tier.DISK: min(write, host), Tier.PEER: away}
+        both = {Tier.OBJECT: min(store, away)}
+        return msgspec.structs.replace(self.agent, reads=reads | both, writes=writes | both)
+
+
+def parse_tiers(text: str) -> TierSpec:
+    """``dram=1TB,disk=8TB,object=100TB,policy=lru``. Raises ConfigError that says what is wrong."""
+    values: dict[str, int] = {}
+    policy = "lru"
+    for item in text.split(","):
+        name, _, value = (part.strip() for part in item.partition("="))
+        if name == "policy":
+            policy = value
+        elif name in ("dram", "disk", "object"):
+            if name in values:
+                raise ConfigError(f"--tiers: {name} is given twice")
+            try:
+                values[name] = size_bytes(value)
+            except ConfigError as error:
+                raise ConfigError(f"--tiers {name}: {error}") from error
+        else:
+            raise ConfigError(
+                f"--tiers {item.strip()!r}: write dram=SIZE, disk=SIZE or object=SIZE"
+            )
+    return TierSpec(
+        dram_bytes=values.get("dram", 0),
+        disk_bytes=values.get("disk", 0),
+        object_bytes=values.get("object", 0),
+        policy=policy,
+    )
+
+
+def size_bytes(text: str) -> int:
+    """``1.5TB`` in bytes, decimal. Raises ConfigError where it is no size above zero."""
+    match = _SIZE.fullmatch(text.strip())
+    unit = match.group(2).upper() if match else ""
+    unit = unit if unit.endswith("B") or not unit else unit + "B"
+    if match is None or unit == "B" or (size := round(float(match.group(1)) * _UNITS[unit])) < 1:
+        raise ConfigError(f"{text!r} is no size: write 64GB, 1.5TB or bytes")
+    return size
