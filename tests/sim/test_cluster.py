@@ -65,7 +65,7 @@ def refused(tmp_path: Path, text: str) -> str:
         ("[[engine]]\ndevices=8\n[[link]]\nname='x'\nlike='y'\n", 5, "unknown link 'y'"),
         ("[[engine]]\ndevices=8\n[[link]]\nname='x'\nbytes_per_s=-1.0\n", 3, "above 0"),
         (
-            "[[engine]]\ndevices=8\n[[link]]\nname='x'\nlike='rdma400'\nbackground_share=1.0\n",
+            "[[engine]]\ndevices=8\n[[link]]\nname='x'\nlike='RDMA-400G'\nbackground_share=1.0\n",
             3,
             "background_share",
         ),
@@ -120,12 +120,12 @@ def test_own_devices_and_links(tmp_path: Path) -> None:
     path.write_text(
         "[[engine]]\ndevice = 'mine'\ndevices = 4\nlink = 'slow'\nper_node = 2\ncount = 3\n"
         "[[device]]\nname = 'mine'\nlike = 'H200'\nmemory_bytes = 96000000000\n"
-        "[[link]]\nname = 'slow'\nlike = 'rdma400'\nbackground_share = 0.25\n"
+        "[[link]]\nname = 'slow'\nlike = 'RDMA-400G'\nbackground_share = 0.25\n"
     )
     members = load_cluster(path).members
     assert [member.node for member in members] == ["engine-node0", "engine-node0", "engine-node1"]
     assert members[0].link.background_share == 0.25
-    assert members[0].link.bytes_per_s == 50e9
+    assert members[0].link.bytes_per_s == 45e9
     assert members[0].spec.device is not None
     assert members[0].spec.device.memory_bytes == 96_000_000_000
     assert load_cluster(path).devices() == 12

@@ -15,6 +15,7 @@ import msgspec
 
 from kvatlas.errors import ConfigError
 from kvatlas.sim.timeline import Timeline, Timer
+from kvatlas.workload.links import LINKS
 
 FLOWS_MAX = 100_000
 _SLACK_BYTES = 0.5  # a flow with less than this left has arrived
@@ -65,21 +66,9 @@ class LinkSpec(msgspec.Struct, frozen=True):
         return self.bytes_per_s, max(start + period_s, now + _SHORTEST_S)
 
 
-#: Links of today: reached, not nominal, figures where both are known.
+#: The known links (`kvatlas.workload.links`, where their sources are), at what they reach.
 PROFILES: dict[str, LinkSpec] = {
-    # PCIe 5.0 x16: 64 GB/s nominal, 50 to 55 reached.
-    "pcie5": LinkSpec(52e9, 2e-6),
-    # NVLink 4 (H100, H200), one way per device: 450 GB/s; NVLink 5 (B200, GB200): 900.
-    "nvlink4": LinkSpec(450e9, 2e-6),
-    "nvlink5": LinkSpec(900e9, 2e-6),
-    # RDMA at 400 and 800 Gbit/s, about 10 us.
-    "rdma400": LinkSpec(50e9, 10e-6),
-    "rdma800": LinkSpec(100e9, 10e-6),
-    # Mooncake's transfer engine as published: 87 GB/s on 4 x 200G, 190 on 8 x 400G.
-    "mooncake-4x200": LinkSpec(87e9, 10e-6),
-    "mooncake-8x400": LinkSpec(190e9, 10e-6),
-    # TCP over 100 Gbit/s Ethernet (an assumption: nominal, half a millisecond).
-    "tcp100": LinkSpec(12.5e9, 500e-6),
+    name: LinkSpec(link.bytes_per_s, link.latency_s) for name, link in LINKS.items()
 }
 
 
