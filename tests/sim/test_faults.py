@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from kvatlas.cli.main import main
 from kvatlas.sim.canaries import REGISTRY
+from kvatlas.sim.checkers import CLASSES
+from kvatlas.sim.faults import KINDS
 from kvatlas.sim.faults_run import Report, run_seed, run_seeds
 
 
@@ -61,3 +70,43 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["seeds"] == 2
     assert told["violations"] == 0
     assert set(told["classes"]) >= {"wrong-bytes", "resurrected", "leak", "convergence"}
+
+
+def _digest(hash_seed: str) -> str:
+    script = (
+        "import hashlib; from kvatlas.sim.faults_run import run_seed; lines = []; "
+        "run_seed(12, say=lines.append); print(hashlib.sha256(repr(lines).encode()).hexdigest())"
+    )
+    env = os.environ | {"PYTHONHASHSEED": hash_seed}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, check=True)
+    return done.stdout.decode().strip()
+
+
+def test_the_same_seed_plays_the_same_in_other_processes() -> None:
+    lines: list[str] = []
+    run_seed(12, say=lines.append)
+    here = hashlib.sha256(repr(lines).encode()).hexdigest()
+    assert {_digest("0"), _digest("4242")} == {here}
+
+
+def test_the_page_lists_kinds_and_classes() -> None:
+    page = Path(__file__).parents[2] / "docs" / "fault-simulation.md"
+    listed = re.findall(r"(?m)^\| `([\w-]+)` \|", page.read_text("utf-8"))
+    assert listed == [*KINDS, *CLASSES]
+    assert set(REGISTRY) >= set(CLASSES)
+
+
+def test_a_failing_seed_says_how_to_see_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "faults", "--seeds", "1", "--canary", "resurrected"]) == 1
+    told = capsys.readouterr().out
+    assert "kvatlas sim faults --seed 0 --canary resurrected --verbose" in told
+    assert re.search(r"first: \d+\.\d{3} s, resurrected: ", told)
+    assert "  |" in told
+
+
+@pytest.mark.long
+def test_two_thousand_worlds() -> None:
+    report = Report.of(run_seeds(range(2000), jobs=2))
+    assert report.seeds == 2000
+    assert report.violations == 0, report.failing
+    assert all(report.faults[kind] > 100 for kind in KINDS)

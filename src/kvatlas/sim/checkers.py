@@ -62,6 +62,7 @@ class Checkers:
         self.violations: list[Violation] = []
         self.found: Counter[str] = Counter()
         self.trace: deque[str] = deque(maxlen=TRACE_MAX)
+        self.shown: tuple[str, ...] = ()  # what led to the first violation
         self.say: Callable[[str], None] | None = None
         self.promises = 0  # promises above 0 that were compared with the truth
         self.tokens = 0  # tokens of answers that were compared
@@ -84,6 +85,7 @@ class Checkers:
         """A violation."""
         self.found[kind] += 1
         self.note(f"VIOLATION {kind}: {what}")
+        self.shown = self.shown or tuple(self.trace)
         if len(self.violations) < VIOLATIONS_MAX:
             self.violations.append(Violation(kind, self._clock(), what))
 

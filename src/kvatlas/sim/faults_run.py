@@ -141,16 +141,16 @@ class _Run:
             self._play()
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
+            checkers.note(traceback.format_exc())
             checkers.report(
                 "crash", f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
             )
-            checkers.trace.append(traceback.format_exc())
         outcomes = checkers.outcomes.values()
         return SeedResult(
             seed=self.plan.seed,
             violations=tuple(checkers.violations),
             found=dict(checkers.found),
-            trace=tuple(checkers.trace) if checkers.found else (),
+            trace=checkers.shown,
             faults=dict(world.injected),
             requests=len(checkers.outcomes),
             answered=sum(not outcome.fault for outcome in outcomes),

@@ -92,6 +92,8 @@ class Wire:
         self._slow: dict[str, float] = {}  # events held up until then
         self._chances: dict[tuple[str, str], tuple[float, float]] = {}  # (kind, engine)
         self._last: dict[tuple[str, str], float] = {}  # held back until then, in order
+        self.applied_of: Callable[[str], int] = lambda engine: -1  # number of the last one applied
+        self._known: dict[str, int] = {}  # that number when the present replay was asked for
         self._answers: dict[str, int] = {}  # the replay that an engine answers: its token
         self._latest: dict[str, float] = {}  # when the last batch of it arrives
         network.interpose(self._pass)
@@ -128,6 +130,8 @@ class Wire:
             if isinstance(message, (*_FEED, *_NEW_CONNECTIONS)):
                 return ()
             return self._held(envelope, until)
+        if isinstance(message, AskReplay):
+            self._known[engine] = self.applied_of(engine)
         if isinstance(message, _FEED):
             return self._feed(envelope, engine)
         return self._held(envelope, 0.0)
@@ -144,11 +148,15 @@ class Wire:
 
     def _feed(self, envelope: Envelope, engine: str) -> Sequence[Envelope]:
         """Batches of events are on their own. A replay comes over one connection: what it begins
-        with arrives (nothing is queued before it), and its end is not heard before the rest."""
+        with arrives (nothing is queued before it), so does the batch by which the sequencer knows
+        the engine again, and its end is not heard before the rest."""
         message, draw = envelope.message, self._draw
         replay = message if isinstance(message, Replayed) else None
         line = (engine, "events" if replay is None else "replay")
-        first = replay is not None and self._answers.get(engine) != replay.token
+        first = replay is not None and (
+            self._answers.get(engine) != replay.token
+            or (replay.batch is not None and replay.batch.seq == self._known.get(engine))
+        )
         if replay is not None:
             self._answers[engine] = replay.token
         ordered = self._delayed(envelope, self._slow.get(engine, 0.0), line)
@@ -219,6 +227,7 @@ class FaultWorld:
             watchers=(watcher,),
             feed_limits=scenario.feed,
         )
+        self.wire.applied_of = lambda name: (self.gateway.feed(name).sequencer.next_seq or 0) - 1
         self.engines: dict[str, SimEngine] = {}
         for member in scenario.members:
             name = member.name
