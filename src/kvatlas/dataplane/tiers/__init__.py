@@ -1,0 +1,1 @@
+"""One module per kind of store, all behind the interface of `base`."""

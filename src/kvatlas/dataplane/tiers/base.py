@@ -1,0 +1,85 @@
+"""The one interface of all stores, and what they have in common.
+
+A store keeps immutable values under names. It moves bytes between its medium and slots of the
+arena, it never decides what to keep. Every operation ends by the store's own deadline, whatever
+the medium does, and its ``done`` is called exactly once, after which nothing touches the views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+import xxhash
+
+from kvatlas.core.records import Tier
+
+NAME_BYTES_MAX = 255
+
+
+class Piece(msgspec.Struct):
+    """One value: its name, the arena bytes that it is written from or read into, its checksum.
+
+    ``view`` is as long as the value and writable for reads. ``checksum`` is `checksum_of` its
+    bytes; for a read what must be found, 0: whatever the store's own record says, and that is
+    then put here.
+    """
+
+    name: bytes
+    view: memoryview
+    checksum: int = 0
+
+
+class Report(msgspec.Struct, frozen=True):
+    """How an operation ended. All pieces that are not named did arrive.
+
+    ``failed``: not written, or (a read) not there. ``damaged``: there, but not what was promised:
+    other bytes, another size. ``error``: none arrived, and why.
+    """
+
+    failed: tuple[bytes, ...] = ()
+    damaged: tuple[bytes, ...] = ()
+    error: str = ""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What a store says that it holds under a name."""
+
+    name: bytes
+    size_bytes: int
+    checksum: int = 0
+
+
+Finish = Callable[[Report], None]
+
+
+class Store(Protocol):
+    """Where values lie. Several operations may be in flight; the methods may be called from any
+    thread and do not block on the medium (`scan`, `delete` and `close` may, up to the deadline).
+
+    ``transport`` says what really carries the bytes ("O_DIRECT", "tcp", "shm", "rdma").
+    """
+
+    tier: Tier
+    transport: str
+
+    def write(self, pieces: Sequence[Piece], done: Finish) -> None:
+        """Store all pieces. A name that is there already keeps its value, which is the same."""
+
+    def read(self, pieces: Sequence[Piece], done: Finish) -> None:
+        """Fill the views. Verified before ``done``: what is not reported is right."""
+
+    def delete(self, names: Sequence[bytes]) -> None:
+        """Remove what is there of these."""
+
+    def scan(self) -> Iterator[Entry]:
+        """Catalogue, as after a restart. Nothing of it is verified before it is read."""
+
+    def close(self) -> None:
+        """Ends what is in flight (as failed) and gives everything back."""
+
+
+def checksum_of(view: memoryview | bytes) -> int:
+    """XXH3, 128 bits; never 0, which stands for unknown."""
+    return xxhash.xxh3_128_intdigest(view) or 1
