@@ -4,6 +4,7 @@ directory believes of it. The twin is the driver's own dicts of bytes."""
 from __future__ import annotations
 
 from agent_kit import FP, GRID, Driver, chain_layout, content, keys_of, window_layout
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -29,6 +30,7 @@ from kvatlas.core.agent_values import (
     Resize,
     Resync,
     Save,
+    Told,
 )
 from kvatlas.core.directory import Directory
 from kvatlas.core.keys import Keyring
@@ -50,9 +52,16 @@ class Node(RuleBasedStateMachine):
         disk=st.sampled_from([None, 300, 3000]),
         exclusive=st.booleans(),
         through=st.booleans(),
+        hold=st.booleans(),
     )
-    def begin(
-        self, windows: bool, dram: int, disk: int | None, exclusive: bool, through: bool
+    def begin(  # noqa: PLR0917
+        self,
+        windows: bool,
+        dram: int,
+        disk: int | None,
+        exclusive: bool,
+        through: bool,
+        hold: bool,
     ) -> None:
         self.config = Config(
             hit_share=1.0,
@@ -64,9 +73,12 @@ class Node(RuleBasedStateMachine):
             loads_max=3,
         )
         self.layout = window_layout() if windows else chain_layout()
-        self.node = Driver(dram=dram, disk=disk, config=self.config, layout=self.layout, hold=True)
+        self.node = Driver(dram=dram, disk=disk, config=self.config, layout=self.layout, hold=hold)
         self.node.fail = self._verdict
         self.bad: dict[bytes, str] = {}
+        self.next_verdict = ""
+        self.lost: set[bytes] = set()  # names that a fault took away
+        self.clean: set[str] = set()  # tenants that were forgotten and not heard of since
         self.fetches = 0
         self.waiting: set[str] = set()
         self.restart_directory()
@@ -74,7 +86,8 @@ class Node(RuleBasedStateMachine):
             self.node.attach(worker)
 
     def _verdict(self, effect: Effect, unit: Unit) -> str:
-        return self.bad.pop(unit.name, "")
+        verdict, self.next_verdict = self.next_verdict, ""
+        return self.bad.pop(unit.name, "") or verdict
 
     def restart_directory(self) -> None:
         ring = Keyring(b"a secret for the tests")
@@ -101,6 +114,7 @@ class Node(RuleBasedStateMachine):
     def fill(self, prompt: int, length: int, points: set[int], worker: str, tenant: str) -> None:
         if worker in self.node.engines:
             which = sorted(p for p in points if p <= length)
+            self.clean.discard(tenant)
             self.node.fill(self.keys(prompt, length), *which, worker=worker, tenant=tenant)
 
     @rule(prompt=PROMPTS, length=LENGTHS, local=st.integers(0, 5), worker=WORKERS)
@@ -129,6 +143,18 @@ class Node(RuleBasedStateMachine):
                 del self.node.open[op]
             else:
                 self.node.end(op, error)
+
+    @rule(error=st.sampled_from(["", "", "broken"]))
+    def end_all(self, error: str) -> None:
+        for op in sorted(self.node.open):
+            effect = self.node.open.get(op)
+            dead = isinstance(effect, Save | Load) and effect.worker not in self.node.engines
+            if effect is not None and not dead:
+                self.node.end(op, error)
+
+    @rule(verdict=st.sampled_from(["failed", "damaged"]))
+    def next_unit_fails(self, verdict: str) -> None:
+        self.next_verdict = verdict
 
     @rule(which=st.integers(0, 9), verdict=st.sampled_from(["failed", "damaged"]))
     def one_unit_fails(self, which: int, verdict: str) -> None:
@@ -163,6 +189,8 @@ class Node(RuleBasedStateMachine):
         known = {op.number for op in self.node.agent._node.operations}
         for op in before - known:
             self.node.open.pop(op, None)
+        for operation in self.node.agent._node.operations:
+            assert operation.until > self.node.now, "past its time, and nobody stopped it"
 
     @rule(request=st.integers(0, 9), worker=WORKERS)
     def cancel(self, request: int, worker: str) -> None:
@@ -190,6 +218,7 @@ class Node(RuleBasedStateMachine):
 
     @rule(tier=st.sampled_from(OWN))
     def lose(self, tier: Tier) -> None:
+        self.lost |= set(self.node.tiers[tier])
         self.node.tiers[tier].clear()
         self.node.do(Lose(tier))
 
@@ -200,6 +229,7 @@ class Node(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(["t", "u"]))
     def forget(self, tenant: str) -> None:
         self.node.do(Forget(tenant))
+        self.clean.add(tenant)
         for ledger in self.node.agent._node.inventory.ledgers.values():
             assert all(entry.tenant != tenant for entry in ledger.entries())
 
@@ -244,7 +274,7 @@ class Node(RuleBasedStateMachine):
             disk=capacity[Tier.DISK],
             config=self.config,
             layout=self.layout,
-            hold=True,
+            hold=old.hold,
         )
         new.now, new.fail, new.engines = old.now, old.fail, {}
         disk = {name: data for name, data in old.tiers[Tier.DISK].items() if name in kept}
@@ -265,6 +295,12 @@ class Node(RuleBasedStateMachine):
             sealed = tuple(new.records[Tier.DISK])
             if Tier.DISK in ledgers:
                 new.do(Found(Tier.DISK, units, sealed, tenant))
+
+        stored = (
+            Unit(n[:-1], Part(n[-1]), int.from_bytes(n[8:16]), 100) for n in old.tiers[Tier.OBJECT]
+        )
+        usable = (u for u in stored if not u.part or u.key in old.records[Tier.OBJECT])
+        new.do(Told(Tier.OBJECT, tuple(usable)))
 
     @rule()
     def directory_restarts(self) -> None:
@@ -288,6 +324,18 @@ class Node(RuleBasedStateMachine):
             assert agent._node.inventory.sealed[tier] <= {e.key for e in ledger.entries()}
         for held in self.node.engines.values():
             assert all(data == content(name) for name, data in held.items()), "wrong bytes"
+
+    @invariant()
+    def what_is_read_stays(self) -> None:
+        if not hasattr(self, "node"):
+            return
+        for effect in self.node.open.values():
+            for source in effect.sources if isinstance(effect, Load) else ():
+                held = self.node.tiers[source.tier]
+                names = {unit.name for unit in source.units} - self.lost
+                assert source.tier not in OWN or names <= set(held), "taken away in mid-read"
+        for ledger in self.node.agent._node.inventory.ledgers.values():
+            assert not {e.tenant for e in ledger.entries()} & self.clean, "it came back"
 
     @invariant()
     def directory_never_promises_more(self) -> None:
@@ -344,3 +392,4 @@ class Node(RuleBasedStateMachine):
 
 
 TestAgent = Node.TestCase
+TestAgent.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

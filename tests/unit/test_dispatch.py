@@ -22,18 +22,21 @@ from kvatlas.core.dispatch import (
     Reset,
     Sent,
     SetLoad,
+    Settle,
     SetUp,
     Sweep,
+    Unsettle,
 )
-from kvatlas.core.events import BlockStored
+from kvatlas.core.events import BlockStored, UnitsGone, UnitsHeld
 from kvatlas.core.keys import Keyring
 from kvatlas.core.layout import plain
-from kvatlas.core.records import Publisher
+from kvatlas.core.records import Publisher, Tier
 from kvatlas.core.router import Decision, Router
 
 BLOCK = 16
 FP = b"\1" * 32
 ENGINES = [Publisher("a"), Publisher("b"), Publisher("b", 1)]
+AGENT = Publisher("node")
 AMONG = tuple((engine, "") for engine in ENGINES)
 
 
@@ -52,17 +55,23 @@ def live(dispatcher: Dispatcher, seed: int) -> list[Decision]:
     rng = random.Random(seed)
     for engine in ENGINES:
         dispatcher.handle(Join(engine, plain(BLOCK), FP), 0.0)
+    dispatcher.handle(Settle(AGENT, tuple(ENGINES), "store"), 0.0)
     prompts = [array("I", range(n, n + 200)).tobytes() for n in range(4)]
     decisions: list[Decision] = []
     for step in range(200):
         now = step * 0.05
         engine = rng.choice(ENGINES)
-        match rng.randrange(9):
+        match rng.randrange(10):
             case 0 | 1:
                 ids, blocks = rng.choice(prompts), rng.randrange(1, 12)
                 hashes = tuple(rng.randrange(1 << 40) for _ in range(blocks))
                 stored = BlockStored(hashes, None, ids[: blocks * BLOCK * 4], BLOCK)
                 dispatcher.apply(engine, iter([stored]))
+            case 9:
+                keys = tuple(dispatcher.keys(engine, rng.choice(prompts)))[: rng.randrange(12)]
+                tier = rng.choice([Tier.DRAM, Tier.DISK, Tier.OBJECT])
+                kind = rng.choice([UnitsHeld, UnitsHeld, UnitsGone])
+                dispatcher.apply(AGENT, [kind(tier, keys)])
             case 2:
                 dispatcher.handle(SetLoad(engine, rng.randrange(5)), now)
             case 3:
@@ -83,6 +92,7 @@ def live(dispatcher: Dispatcher, seed: int) -> list[Decision]:
                     done = Finished(decision.id, plan.publisher, True, plan.resume_tokens, 0.01)
                     dispatcher.handle(done, now + 0.02)
     dispatcher.handle(Leave(ENGINES[0]), 99.0)
+    dispatcher.handle(Unsettle(AGENT), 99.0)
     return decisions
 
 
@@ -107,7 +117,7 @@ def test_every_kind_of_input_is_recorded() -> None:
     live(fresh(record), 1)
     assert {type(event) for _, event in record} == {
         *(Apply, Believe, Finished, FirstToken, Join, Leave, Question, Reset),
-        *(Sent, SetLoad, SetUp, Sweep),
+        *(Sent, SetLoad, Settle, SetUp, Sweep, Unsettle),
     }
 
 

@@ -69,7 +69,7 @@ class SimNode:
         return Agent(ledgers, spec.calibrated(self._link))
 
     def start(self) -> None:
-        """A new agent: of its own tiers it knows what the disk's catalogue says."""
+        """A new agent: it knows what the catalogues of its disk and of the store say."""
         if self.up:
             return
         self.up = True
@@ -88,6 +88,8 @@ class SimNode:
             by_tenant.setdefault(kept.tenant, []).append(kept.unit)
         for tenant, units in by_tenant.items():
             self.tell(words.Found(Tier.DISK, tuple(units), tuple(self._sealed), tenant))
+        if self._tiers.store is not None:
+            self.tell(words.Told(Tier.OBJECT, self._tiers.store.catalogue()))
 
     def stop(self) -> None:
         """The agent dies: whatever it moved is over, and nobody answers for its tiers."""
@@ -195,6 +197,8 @@ class SimNode:
         """Records are written."""
         if tier is Tier.DISK:
             self._sealed.update(keys)
+        elif self._tiers.store is not None:
+            self._tiers.store.sealed.update(keys)
 
     def _arm(self) -> None:
         due = self.agent.next_deadline()

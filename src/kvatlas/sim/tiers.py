@@ -34,6 +34,7 @@ class Store:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.held: OrderedDict[bytes, Kept] = OrderedDict()
+        self.sealed: set[bytes] = set()  # block keys of points whose record is written
 
     def put(self, kept: Kept) -> list[bytes]:
         """Write one; returns the names of what had to go."""
@@ -46,13 +47,21 @@ class Store:
         while self.used_bytes > self.capacity_bytes:
             name, old = self.held.popitem(last=False)
             self.used_bytes -= old.unit.size_bytes
+            if old.unit.part is Part.POINT:
+                self.sealed.discard(old.unit.key)
             gone.append(name)
         return gone
 
     def clear(self) -> None:
         """It lost everything (its index, after a restart)."""
         self.held.clear()
+        self.sealed.clear()
         self.used_bytes = 0
+
+    def catalogue(self) -> tuple[Unit, ...]:
+        """All that can be used."""
+        units = (kept.unit for kept in self.held.values())
+        return tuple(u for u in units if u.part is Part.BODY or u.key in self.sealed)
 
 
 class Tiers:
