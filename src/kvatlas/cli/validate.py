@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvatlas.cli import calibrate, exactness, replay
+from kvatlas.cli import calibrate, exactness, parity, replay
 from kvatlas.connectors.vllm_cpu import VLLM, installed
 from kvatlas.connectors.vllm_direct import DirectVllm
 from kvatlas.errors import ConfigError
@@ -35,6 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     exactness.add_parser(commands)
     calibrate.add_parser(commands)
     replay.add_parser(commands)
+    parity.add_parser(commands)
 
 
 def _add_predictions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -53,8 +53,10 @@ class Assembly:
         *,
         timing: Timing = TIMING,
         feed_limits: sequence.Limits = sequence.LIMITS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError for a secret, a tokenizer, a layout or proofs that cannot be used."""
+        """``clock`` times the decisions. Raises ConfigError for a secret, a tokenizer, a layout or
+        proofs that cannot be used."""
         self.config = config
         self._timing = timing
         self._feed_limits = feed_limits
@@ -81,7 +83,10 @@ class Assembly:
         )
         self.recorder = _recorder(config, params, limits)
         self.dispatcher = Dispatcher(self.directory, Router(params), keyring, tap=self.recorder)
-        self.steering = Steering(dispatcher=self.dispatcher, log=self.log, tokens=self.tokenizer)
+        self._clock = clock
+        self.steering = Steering(
+            dispatcher=self.dispatcher, log=self.log, tokens=self.tokenizer, clock=clock
+        )
         self.steering.health_parts.append(self._problems)
         self.steering.health_notes.append(self._notes)
         self.inspector = Inspector(self.steering, self.directory)
@@ -175,7 +180,7 @@ class Assembly:
     async def _keep_in_step(self) -> None:
         while True:
             self._copy_state()
-            self.dispatcher.handle(Sweep(50_000), time.monotonic())
+            self.dispatcher.handle(Sweep(50_000), self._clock())
             await asyncio.sleep(self._timing.poll_s / 2)
 
     def _copy_state(self) -> None:

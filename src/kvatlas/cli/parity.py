@@ -1,0 +1,165 @@
+"""``kvatlas validate parity``: one scenario in the simulator and on stub engines, compared."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvatlas.errors import ConfigError
+from kvatlas.sim.cluster import ClusterFile, EngineTable, Policy
+from kvatlas.sim.world import Play
+from kvatlas.validate.parity import Parity, parity
+from kvatlas.validate.parity_values import Scenario, load_file, scenario
+from kvatlas.workload.families import generate
+from kvatlas.workload.presets import FAMILIES
+from kvatlas.workload.trace import Trace, open_trace
+
+_EPILOG = """\
+Both worlds run in virtual time and must be equal to the last digit: decisions with every price,
+hits, KV events, evictions, times, answers, and what directory and engines hold in the end.
+Without --cluster: two engines of DeepSeek V4 Flash on two H200 each.
+
+examples:
+  kvatlas validate parity --family multi-turn --requests 60 --seed 3
+  kvatlas validate parity --family agent --model gemma-3-12b --blocks 4000
+  kvatlas validate parity --trace trace.jsonl --cluster cluster.toml --limit 200 --json
+
+exit status: 0 everything is equal, 1 something differs, 2 the input is at fault
+"""
+_SHOWN = 20
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``kvatlas validate parity`` and its options."""
+    parser = commands.add_parser(
+        "parity",
+        help="one scenario in the simulator and on stub engines behind the gateway: all equal",
+        description="Plays one scenario in the simulator, and over real sockets on stub engines "
+        "behind the real gateway, and names every difference.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--trace", type=Path, metavar="FILE", help="the trace to play")
+    what.add_argument("--family", choices=tuple(FAMILIES), help="or one made by family and seed")
+    add("--seed", type=int, default=0, metavar="N", help="of the family (0)")
+    add("--requests", type=int, default=60, metavar="N", help="of the family (60)")
+    add("--limit", type=int, metavar="N", help="only the first N requests of the trace")
+    add("--closed-loop", action="store_true", help="turns wait for the answer before them")
+    add("--time-scale", type=float, default=1.0, metavar="X", help="multiply the trace's times (1)")
+    add("--max-output", type=int, default=32, metavar="N", help="cap on output tokens (32)")
+    add("--cluster", type=Path, metavar="FILE", help="cluster.toml, as for kvatlas sim")
+    add("--engines", type=int, metavar="N", help="engines of the default cluster (2)")
+    add("--model", metavar="NAME", help="their model: a known one, a config.json (V4 Flash)")
+    add("--blocks", type=int, metavar="N", help="their pool (default: what the memory holds)")
+    add("--policy", choices=get_args(Policy), help="router's policy (the cluster's, or price)")
+    add("--json", action="store_true", help="the result as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0 where both worlds are equal, 1 otherwise."""
+    result = parity(_scenario(args))
+    if args.json:
+        sys.stdout.buffer.write(msgspec.json.encode(result) + b"\n")
+    else:
+        show(result, Console())
+    return 1 if result.different else 0
+
+
+def _scenario(args: argparse.Namespace) -> Scenario:
+    for name in ("requests", "limit", "max_output", "engines", "blocks"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
+    if not (math.isfinite(args.time_scale) and args.time_scale >= 0):
+        raise ConfigError(f"--time-scale {args.time_scale:g}: a number from 0 up is needed")
+    play = Play(
+        limit=args.limit,
+        closed_loop=args.closed_loop,
+        time_scale=args.time_scale,
+        max_output_tokens=args.max_output,
+    )
+    where = str(args.cluster) if args.cluster else "default cluster"
+    return scenario(_file(args), _trace(args), play, where)
+
+
+def _trace(args: argparse.Namespace) -> Trace:
+    if args.trace is not None:
+        return open_trace(args.trace)
+    if args.family is None:
+        raise ConfigError("--trace FILE or --family NAME is needed: the requests to play")
+    family = FAMILIES[args.family]
+    duration_s = family.duration_s * args.requests / family.requests
+    family = msgspec.structs.replace(family, requests=args.requests, duration_s=duration_s)
+    return generate(family, args.seed, args.family)
+
+
+def _file(args: argparse.Namespace) -> ClusterFile:
+    own = [name for name in ("engines", "model", "blocks") if getattr(args, name) is not None]
+    if args.cluster is not None:
+        if own:
+            raise ConfigError(f"--{own[0]}: that is in the cluster's file: leave one out")
+        file = load_file(args.cluster)
+    else:
+        table = EngineTable(
+            count=args.engines or 2,
+            model=args.model or "deepseek-v4-flash",
+            blocks=args.blocks or 0,
+            devices=2,
+            expert_precision="fp4",  # as V4's are published; others have no experts, or take it
+        )
+        file = ClusterFile(engine=(table,))
+    if args.policy is None:
+        return file
+    router = msgspec.structs.replace(file.router, policy=args.policy)
+    return msgspec.structs.replace(file, router=router)
+
+
+def show(result: Parity, console: Console) -> None:
+    """The result for people."""
+    table = Table()
+    columns = ("engine", "requests", "prompt tokens", "hit", "stored", "evicted", "preempted")
+    for name in (*columns, "different"):
+        table.add_column(name, justify="left" if name == "engine" else "right")
+    for name, engine in result.engines.items():
+        numbers = (
+            engine.requests,
+            engine.prompt_tokens,
+            engine.hit_tokens,
+            engine.stored_blocks,
+            engine.evicted_blocks,
+            engine.preemptions,
+            engine.different,
+        )
+        table.add_row(name, *(f"{number:,}" for number in numbers))
+    console.print(table)
+    for line in lines(result):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def lines(result: Parity) -> Iterator[str]:
+    """What the table does not say."""
+    failed = f", {result.failed:,} refused" if result.failed else ""
+    yield (
+        f"{result.scenario}, policy {result.policy}: {result.requests:,} requests{failed}, "
+        f"{result.promised_tokens:,} tokens promised, {result.cached_tokens:,} cached, "
+        f"{result.output_tokens:,} made, {result.events:,} KV events"
+    )
+    yield f"compared {result.compared:,}: different {result.different:,}"
+    for difference in result.differences[:_SHOWN]:
+        yield f"  {difference.where}: {difference.field}"
+        yield f"    simulated {difference.simulated}"
+        yield f"    served    {difference.served}"
+        yield f"    likely    {difference.cause}"
+    if result.different > _SHOWN:
+        yield f"  … and {result.different - _SHOWN:,} more; --json has {len(result.differences):,}"
