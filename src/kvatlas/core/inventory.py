@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvatlas.core.agent_values import Source
 from kvatlas.core.events import Event, UnitsGone, UnitsHeld
@@ -49,6 +49,20 @@ class Reach:
         """Counts of blocks after which the bodies lie elsewhere."""
         bodies, start = self.bodies, self._start
         return [start + i for i in range(1, len(bodies)) if bodies[i] != bodies[i - 1]]
+
+    def loads(self, positions: Sequence[int]) -> Iterator[tuple[int, dict[Tier, int]]]:
+        """For each of some positions, ascending, the bytes to be loaded from each tier."""
+        count: dict[Tier, int] = {}
+        done, body = 0, self._sizes.body_bytes
+        for position in positions:
+            for tier, _ in self.bodies[done : position - self._start]:
+                count[tier] = count.get(tier, 0) + body
+            done = position - self._start
+            sizes = dict(count)
+            if self._sizes.has_points:
+                tier = self.points[position][0]
+                sizes[tier] = sizes.get(tier, 0) + self._sizes.point_bytes(position - 1)
+            yield position, sizes
 
     def sources(self, position: int) -> tuple[Source, ...]:
         """All that has to be loaded to resume at ``position``, by place."""

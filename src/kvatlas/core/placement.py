@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from kvatlas.core.agent_values import Ask, Config, Offer
 from kvatlas.core.cost import PRIOR_BYTES_PER_S, PRIOR_LATENCY_S, EngineCost, Line
 from kvatlas.core.inventory import Reach
@@ -61,19 +63,21 @@ def best_offer(ask: Ask, sizes: Sizes, cost: EngineCost, reach: Reach, paths: Pa
         return Offer(local, local, why=reach.why)
     whole_s = cost.recompute_s(local, ask.prompt_tokens)
     best, best_s, why = Offer(local, local), whole_s, "computing it is cheaper"
-    for position in _choices(reach, sizes):
+    found = 0
+    for position, by_tier in reach.loads(_choices(reach, sizes)):
         tokens = position * sizes.grid_tokens
         if tokens >= ask.prompt_tokens:
-            continue  # one token must be computed
-        sources = reach.sources(position)
-        load_s = sum(paths.read_s(source.tier, source.size_bytes) for source in sources)
+            break  # one token must be computed
+        load_s = sum(paths.read_s(tier, size_bytes) for tier, size_bytes in by_tier.items())
         rest_s = cost.recompute_s(tokens, ask.prompt_tokens)
         if load_s > ask.deadline_s:
             why = "the load would take too long"
         elif load_s + rest_s < best_s:
             best_s = load_s + rest_s
-            best = Offer(tokens, local, sources, load_s, whole_s - rest_s)
-    return best if best.sources else Offer(local, local, why=why)
+            best, found = Offer(tokens, local, (), load_s, whole_s - rest_s), position
+    if not found:
+        return Offer(local, local, why=why)
+    return msgspec.structs.replace(best, sources=reach.sources(found))
 
 
 def _choices(reach: Reach, sizes: Sizes) -> Sequence[int]:

@@ -174,17 +174,20 @@ def _below(shelves: Sequence[Shelf], pool: Pool, keys: Sequence[bytes], start: i
     bodies = [(shelf.tier, shelf.keys[Part.BODY]) for shelf in shelves]
     tiers: list[Tier] = []
     # An engine that looks ahead is asked about a block more than it may resume at.
-    for key in keys[start : len(keys) - pool.ahead]:
-        tier = next((tier for tier, held in bodies if key in held), None)
-        if tier is None:
+    asked = keys[start : len(keys) - pool.ahead]
+    for key in asked:
+        for tier, held in bodies:
+            if key in held:
+                tiers.append(tier)
+                break
+        else:
             break
-        tiers.append(tier)
-    positions = range(start + 1, start + len(tiers) + 1)
-    if not pool.points:
-        return Below(tuple(tiers), tuple(positions))
-    points = [shelf.keys[Part.POINT] for shelf in shelves]
-    ends = (p for p in positions if any(keys[p - 1] in held for held in points))
-    return Below(tuple(tiers), tuple(ends))
+    ends = range(1, len(tiers) + 1)
+    if pool.points:
+        points = [shelf.keys[Part.POINT] for shelf in shelves]
+        have = {key for held in points for key in held.intersection(asked[: len(tiers)])}
+        return Below(tuple(tiers), tuple([start + p for p in ends if asked[p - 1] in have]))
+    return Below(tuple(tiers), tuple([start + p for p in ends]))
 
 
 def _deeper(old: Resume, local: int, below: Below, grid: int) -> Resume:
