@@ -42,6 +42,7 @@ OWN = (Tier.DRAM, Tier.DISK)
 PROMPTS = st.integers(0, 4)
 LENGTHS = st.integers(1, 6)
 WORKERS = st.sampled_from(["a", "b"])
+RARE = st.sampled_from([False, False, False, True])  # what wipes out more than it tries
 AGENT = Publisher("node")
 
 
@@ -117,6 +118,17 @@ class Node(RuleBasedStateMachine):
             self.clean.discard(tenant)
             self.node.fill(self.keys(prompt, length), *which, worker=worker, tenant=tenant)
 
+    @rule(worker=WORKERS)
+    def crowd(self, worker: str) -> None:
+        """More than fits comes in, while loads go on."""
+        for prompt in range(5) if worker in self.node.engines else ():
+            self.fill(prompt, 6, {3, 6}, worker, "t")
+            for op in sorted(self.node.open):
+                effect = self.node.open.get(op)
+                dead = isinstance(effect, Save) and effect.worker not in self.node.engines
+                if effect is not None and not dead and not isinstance(effect, Load):
+                    self.node.end(op)
+
     @rule(prompt=PROMPTS, length=LENGTHS, local=st.integers(0, 5), worker=WORKERS)
     def fetch(self, prompt: int, length: int, local: int, worker: str) -> None:
         keys = self.keys(prompt, length)
@@ -174,8 +186,10 @@ class Node(RuleBasedStateMachine):
         if units:
             self.bad[units[which % len(units)].name] = verdict
 
-    @rule(which=st.integers(0, 50), tier=st.sampled_from(OWN))
-    def rot(self, which: int, tier: Tier) -> None:
+    @rule(which=st.integers(0, 50), tier=st.sampled_from(OWN), rare=RARE)
+    def rot(self, which: int, tier: Tier, rare: bool) -> None:
+        if not rare:
+            return
         held = self.node.tiers[tier]
         if held:
             name = sorted(held)[which % len(held)]
@@ -196,8 +210,10 @@ class Node(RuleBasedStateMachine):
     def cancel(self, request: int, worker: str) -> None:
         self.node.do(Cancel(worker, f"q{request}"))
 
-    @rule(worker=WORKERS)
-    def engine_dies(self, worker: str) -> None:
+    @rule(worker=WORKERS, rare=RARE)
+    def engine_dies(self, worker: str, rare: bool) -> None:
+        if not rare:
+            return
         self.node.do(Detach(worker))
         self.node.engines.pop(worker, None)
         self.waiting.clear()  # those of the other one are checked at the end
@@ -216,18 +232,24 @@ class Node(RuleBasedStateMachine):
         for part in Part:
             self.node.engines.get(worker, {}).pop(name_of(keys[-1], part), None)
 
-    @rule(tier=st.sampled_from(OWN))
-    def lose(self, tier: Tier) -> None:
+    @rule(tier=st.sampled_from(OWN), rare=RARE)
+    def lose(self, tier: Tier, rare: bool) -> None:
+        if not rare:
+            return
         self.lost |= set(self.node.tiers[tier])
         self.node.tiers[tier].clear()
         self.node.do(Lose(tier))
 
-    @rule(tenant=st.sampled_from(["t", "u"]), size=st.sampled_from([None, 200, 500]))
-    def quota(self, tenant: str, size: int | None) -> None:
+    @rule(tenant=st.sampled_from(["t", "u"]), size=st.sampled_from([None, 200, 500]), rare=RARE)
+    def quota(self, tenant: str, size: int | None, rare: bool) -> None:
+        if not rare:
+            return
         self.node.do(Quota(tenant, size))
 
-    @rule(tenant=st.sampled_from(["t", "u"]))
-    def forget(self, tenant: str) -> None:
+    @rule(tenant=st.sampled_from(["t", "u"]), rare=RARE)
+    def forget(self, tenant: str, rare: bool) -> None:
+        if not rare:
+            return
         self.node.do(Forget(tenant))
         self.clean.add(tenant)
         for ledger in self.node.agent._node.inventory.ledgers.values():
@@ -248,8 +270,10 @@ class Node(RuleBasedStateMachine):
     def release(self) -> None:
         self.node.do(Release("somebody"))
 
-    @rule(size=st.sampled_from([0, 250, 1500]))
-    def resize(self, size: int) -> None:
+    @rule(size=st.sampled_from([0, 250, 1500]), rare=RARE)
+    def resize(self, size: int, rare: bool) -> None:
+        if not rare:
+            return
         self.node.do(Resize(Tier.DRAM, size))
 
     @rule()
@@ -259,9 +283,11 @@ class Node(RuleBasedStateMachine):
         self.node.agent = Agent.restore(old.snapshot(), policies, self.config)
         assert self.node.agent.digest() == old.digest()
 
-    @rule()
-    def agent_restarts(self) -> None:
+    @rule(rare=RARE)
+    def agent_restarts(self, rare: bool) -> None:
         """Only the disk's catalogue survives; what was under way is fenced."""
+        if not rare:
+            return
         old = self.node
         ledgers = old.agent._node.inventory.ledgers
         capacity = {t: ledgers[t].limits.capacity_bytes if t in ledgers else None for t in OWN}
@@ -302,8 +328,10 @@ class Node(RuleBasedStateMachine):
         usable = (u for u in stored if not u.part or u.key in old.records[Tier.OBJECT])
         new.do(Told(Tier.OBJECT, tuple(usable)))
 
-    @rule()
-    def directory_restarts(self) -> None:
+    @rule(rare=RARE)
+    def directory_restarts(self, rare: bool) -> None:
+        if not rare:
+            return
         self.restart_directory()
         self.node.do(Resync())
 
