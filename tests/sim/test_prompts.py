@@ -17,7 +17,7 @@ from kvatlas.workload.trace import TraceRequest, tokens_of
 @pytest.mark.parametrize("model", ["deepseek-v4-flash", "llama-3.1-70b"])
 def test_the_same_run_as_with_real_tokens(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = cluster_of(model=model, devices=4, blocks=5000, count=3)
-    trace = chats(250, sessions=40, rate_per_s=10.0)
+    trace = chats(150, sessions=40, rate_per_s=10.0)
     cheap = simulate(cluster, trace)
     monkeypatch.setattr(
         world, "prompt_tokens", lambda request, size: tokens_of(request, block_tokens=size)
