@@ -206,6 +206,30 @@ def test_a_cancelled_load_frees_the_blocks_only_when_nothing_writes() -> None:
     assert node.ready == {"q": 0}
 
 
+def test_a_second_fetch_of_one_request_does_not_answer_for_the_first() -> None:
+    node = Driver()
+    node.attach()
+    keys = keys_of(1, 4)
+    node.fill(keys)
+    node.hold = True
+    node.load(keys)
+    node.do(Fetch(node.ask(keys), 4 * GRID))
+    assert not node.ready
+    assert node.agent.counts["load_twice"] == 1
+    node.end(*node.open)
+    assert node.ready == {"q": 4 * GRID}
+
+
+def test_time_that_is_none_makes_nothing_due() -> None:
+    node = Driver(hold=True)
+    node.attach()
+    node.fill(keys_of(1, 4))
+    assert node.agent.tick(math.nan) == ()
+    assert node.agent.tick(-1.0) == ()
+    assert node.agent.counts["clock_steps"] == 2
+    assert node.agent.busy == 1
+
+
 def test_what_is_read_stays_while_it_is_evicted() -> None:
     node = Driver(dram=400)
     node.attach()
@@ -470,7 +494,7 @@ def test_exclusive_tiers_hold_what_one_of_both_sizes_would() -> None:
     node.attach()
     lru: OrderedDict[int, None] = OrderedDict()
     unsure = 0
-    for _ in range(2000):
+    for _ in range(1000):
         prompt = min(int(rng.expovariate(0.12)), 39)
         node.now += 1.0
         recent = list(lru)[::-1]

@@ -119,7 +119,7 @@ class Agent:
         """Do what is due: operations that are too late, leases and lives that ended."""
         self._begin(now)
         node = self._node
-        while (operation := node.operations.due(now)) is not None:
+        while (operation := node.operations.due(node.now)) is not None:
             if operation.stopping:
                 self._ends.give_up(operation)
             else:
@@ -205,8 +205,10 @@ class Agent:
             node.counts["unknown_worker"] += 1
             return
         position, rest = divmod(event.tokens, worker.sizes.grid_tokens)
+        if node.operations.load_of(ask.worker, ask.request) is not None:
+            node.counts["load_twice"] += 1  # its `Ready` is still to come
+            return
         busy = node.operations.running[Kind.LOAD] >= node.config.loads_max
-        busy = busy or node.operations.load_of(ask.worker, ask.request) is not None
         reach = self._reach(ask, worker)
         leases = None
         until = node.now + min(node.config.load_s, max(ask.deadline_s, 0.0))
