@@ -222,6 +222,7 @@ class Checkers:
                 f"{publisher}: batch {batch.seq} is applied after batch {run.last}",
             )
         run.last = batch.seq
+        life.applied = max(life.applied, batch.seq)
         run.held.apply(batch.events)
 
     # -- promises ---------------------------------------------------------------------------------
@@ -271,6 +272,12 @@ class Checkers:
                 "resurrected",
                 f"{ask.id}: {publisher} promises by life {life.number}; that it lives its "
                 f"{newer[-1]}. is known for more than {LAG_S:g} s",
+            )
+        elif last < life.applied:
+            self.report(
+                "resurrected",
+                f"{ask.id}: {publisher} promises by batch {last}; batch {life.applied} was applied "
+                "before, and counts no more",
             )
         elif last < (known := life.known_at(then)):
             self.report(

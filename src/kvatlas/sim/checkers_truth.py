@@ -178,6 +178,7 @@ class Life:
         self.number = number
         self.layout = layout
         self.ever = Held()  # what was stored at any time
+        self.applied = -1  # number of the latest batch that the directory ever took in
         self.delivered: list[tuple[float, int]] = []  # (when, highest number so far)
 
     def publish(self, batch: Batch) -> None:
