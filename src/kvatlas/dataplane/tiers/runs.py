@@ -1,0 +1,297 @@
+"""Operations cut into runs, worked off by a few threads with a connection each, by a deadline.
+
+What a store beyond the node has of its own is how a run goes over one connection; queueing,
+joining, deadlines, reconnection, counting and the end of it all are here.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from kvatlas.dataplane.tiers.base import NAME_BYTES_MAX, Finish, Piece, Report
+from kvatlas.errors import ConfigError, StoreError
+
+RUN_BYTES = 8 << 20
+RUN_PIECES = 128
+
+
+class Refused(Exception):
+    """The other side said no, in a way that another try would not mend. ``reason`` is counted."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class Outcome:
+    """What became of one run so far. Pieces end in their order; those that did not are open."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.open = list(pieces)
+        self.arrived = 0
+        self.failed: list[bytes] = []
+        self.damaged: list[bytes] = []
+
+    def arrive(self) -> None:
+        """The first open piece is where it belongs."""
+        del self.open[0]
+        self.arrived += 1
+
+    def fail(self) -> None:
+        """The first open piece is not there, or could not be written."""
+        self.failed.append(self.open.pop(0).name)
+
+    def damage(self) -> None:
+        """The first open piece is there, and wrong."""
+        self.damaged.append(self.open.pop(0).name)
+
+
+class Link(Protocol):
+    """One connection. ``until`` bounds every call on it."""
+
+    until: float
+
+    def abort(self) -> None:
+        """Ends what waits in a call, from another thread."""
+
+    def close(self) -> None:
+        """Gives it back; again: nothing."""
+
+
+L = TypeVar("L", bound=Link)
+Work = Callable[[L, Outcome], None]
+
+
+class Counts:
+    """Counters that several threads raise: operations, bytes, and failures by reason."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self._values[name] += amount
+
+    def all(self) -> dict[str, int]:
+        """A copy."""
+        with self._lock:
+            return dict(self._values)
+
+
+class _Joint:
+    """Calls ``done`` once, when the last run of an operation has ended."""
+
+    def __init__(self, runs: int, done: Finish) -> None:
+        self._lock = threading.Lock()
+        self._left = runs
+        self._done = done
+        self._arrived = 0
+        self._failed: list[bytes] = []
+        self._damaged: list[bytes] = []
+        self._error = ""
+
+    def ended(self, outcome: Outcome, error: str) -> None:
+        with self._lock:
+            self._left -= 1
+            self._arrived += outcome.arrived
+            self._failed += outcome.failed + [piece.name for piece in outcome.open]
+            self._damaged += outcome.damaged
+            self._error = self._error or error
+            if self._left:
+                return
+        none = not self._arrived and not self._damaged
+        error = self._error if none else ""
+        self._done(Report(tuple(self._failed), tuple(self._damaged), error))
+
+
+class _Job(Generic[L]):
+    def __init__(self, pieces: Sequence[Piece], work: Work[L], until: float, joint: _Joint) -> None:
+        self.outcome = Outcome(pieces)
+        self.work = work
+        self.until = until
+        self.joint = joint
+
+
+class Runs(Generic[L]):
+    """``streams`` threads, each with one connection; at most ``queue_max`` runs wait."""
+
+    def __init__(
+        self,
+        name: str,
+        connect: Callable[[float], L],
+        *,
+        streams: int = 4,
+        queue_max: int = 1024,
+        deadline_s: float = 10.0,
+    ) -> None:
+        if streams < 1 or queue_max < 1 or not 0 < deadline_s < 86400:
+            raise ConfigError(
+                f"{name}: streams ({streams}) and queue_max ({queue_max}) must be at least 1,"
+                f" deadline_s ({deadline_s}) above 0 and below a day"
+            )
+        self.name = name
+        self.deadline_s = deadline_s
+        self.counts = Counts()
+        self._connect = connect
+        self._queue_max = queue_max
+        self._queue: queue.SimpleQueue[_Job[L] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._refused: queue.SimpleQueue[tuple[_Joint, list[Outcome]] | None] = queue.SimpleQueue()
+        self._links: set[L] = set()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"kvatlas-{name}-{i}", daemon=True)
+            for i in range(streams)
+        ]
+        self._threads.append(
+            threading.Thread(target=self._refuse, name=f"kvatlas-{name}-no", daemon=True)
+        )
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, pieces: Sequence[Piece], work: Work[L], done: Finish) -> None:
+        """``done`` is called from one of the threads, by the deadline, also when refused.
+
+        Raises StoreError for names or views that no store takes, and once it is closed.
+        """
+        check(pieces)
+        until = time.monotonic() + self.deadline_s
+        cut = list(_cut(pieces)) or [[]]
+        joint = _Joint(len(cut), done)
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"{self.name}: the store was closed")
+            if self._queue.qsize() + len(cut) <= self._queue_max:
+                for run in cut:
+                    self._queue.put(_Job(run, work, until, joint))
+                return
+        # `done` may take locks that the caller holds: it is never called from here.
+        self._refused.put((joint, [Outcome(run) for run in cut]))
+
+    def call(self, act: Callable[[L], object]) -> None:
+        """Do something on a connection of its own, in this thread. Raises OSError, Refused."""
+        link = self._connect(time.monotonic() + self.deadline_s)
+        try:
+            act(link)
+        finally:
+            link.close()
+
+    def close(self) -> None:
+        """What is in flight or waits ends as failed; the threads are gone afterwards."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for _ in self._threads:
+                self._queue.put(None)
+            self._refused.put(None)
+            for link in self._links:
+                link.abort()
+        for thread in self._threads:
+            thread.join(self.deadline_s + 1)
+
+    def _loop(self) -> None:
+        link: L | None = None
+        while (job := self._queue.get()) is not None:
+            error = ""
+            try:
+                link = self._work(link, job)
+            except TimeoutError:
+                error = self._lost("timeout", f"not done within {self.deadline_s:g} s")
+            except OSError as problem:
+                error = self._lost("broken", str(problem) or type(problem).__name__)
+            except Refused as problem:
+                error = self._lost(problem.reason, str(problem))
+            except ValueError as problem:
+                error = self._lost("garbled", str(problem))
+            except Exception as problem:  # a fault of ours must not end the thread
+                error = self._lost("fault", f"{type(problem).__name__}: {problem}")
+            if error:
+                link = None  # `_work` has closed it
+            self._end(job.outcome, job.joint, error)
+        self._forget(link)
+
+    def _refuse(self) -> None:
+        while (found := self._refused.get()) is not None:
+            joint, outcomes = found
+            for outcome in outcomes:
+                error = self._lost("busy", "too much waits already")
+                self._end(outcome, joint, error)
+
+    def _work(self, link: L | None, job: _Job[L]) -> L:
+        """On an old connection that turns out dead, once more on a new one: all work is
+        idempotent. The link in use is in ``_links`` while it lives."""
+        for again in (False, True):
+            if self._closed:
+                raise Refused("closed", "the store was closed")
+            if time.monotonic() >= job.until:
+                self._forget(link)
+                raise TimeoutError
+            new = link is None
+            now = self._open(job.until) if link is None else link
+            now.until = job.until
+            link = None
+            try:
+                job.work(now, job.outcome)
+                return now
+            except BaseException as problem:
+                self._forget(now)
+                if new or again or not isinstance(problem, (ConnectionError, ValueError)):
+                    raise
+        raise AssertionError("the second try is on a new connection")
+
+    def _open(self, until: float) -> L:
+        link = self._connect(until)
+        with self._lock:
+            self._links.add(link)
+            if self._closed:
+                link.abort()
+        return link
+
+    def _forget(self, link: L | None) -> None:
+        if link is not None:
+            with self._lock:
+                self._links.discard(link)
+            link.close()
+
+    def _lost(self, reason: str, text: str) -> str:
+        self.counts.add(f"failed_{reason}")
+        return f"{self.name}: {text}"
+
+    def _end(self, outcome: Outcome, joint: _Joint, error: str) -> None:
+        self.counts.add("pieces", outcome.arrived)
+        self.counts.add("missing", len(outcome.failed))
+        self.counts.add("damaged", len(outcome.damaged))
+        self.counts.add("open", len(outcome.open))
+        try:
+            joint.ended(outcome, error)
+        except Exception:  # the caller's; the thread goes on, the counter tells
+            self.counts.add("done_raised")
+
+
+def check(pieces: Sequence[Piece]) -> None:
+    """Raises StoreError for a name or a view that no store takes."""
+    for piece in pieces:
+        if not 0 < len(piece.name) <= NAME_BYTES_MAX:
+            raise StoreError(f"a name has 1 … {NAME_BYTES_MAX} bytes, not {len(piece.name)}")
+        if piece.view.format != "B" or not piece.view.c_contiguous or not piece.view.nbytes:
+            raise StoreError("a view must be of bytes, in one piece, and not empty")
+
+
+def _cut(pieces: Sequence[Piece]) -> Iterable[list[Piece]]:
+    run: list[Piece] = []
+    size_bytes = 0
+    for piece in pieces:
+        if run and (size_bytes + piece.view.nbytes > RUN_BYTES or len(run) >= RUN_PIECES):
+            yield run
+            run, size_bytes = [], 0
+        run.append(piece)
+        size_bytes += piece.view.nbytes
+    if run:
+        yield run

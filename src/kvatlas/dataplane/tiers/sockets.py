@@ -1,0 +1,153 @@
+"""One stream socket on which every call ends by a deadline and payload goes straight to its place.
+
+Blocking calls with the kernel's own timeouts (SO_RCVTIMEO, SO_SNDTIMEO): one system call per
+value where a poll before each would take two and wake the thread for every few packets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Self
+
+LINE_BYTES_MAX = 4096
+_PARTS_MAX = 512  # of one sendmsg; the kernel takes 1,024
+_TIME = struct.Struct("@ll")
+
+
+class Address(tuple[str, int]):
+    """Host and port; port 0: the host is the path of a Unix socket."""
+
+    __slots__ = ()
+
+    def __new__(cls, host: str, port: int = 0) -> Address:
+        return super().__new__(cls, (host, port))
+
+    def __str__(self) -> str:
+        return f"{self[0]}:{self[1]}" if self[1] else self[0]
+
+
+class Stream:
+    """A connected socket, with a small buffer for what comes in before it is asked for.
+
+    Every call raises TimeoutError once ``until`` (on time.monotonic) has passed, and
+    ConnectionError where the other side went away. After either the stream is of no use.
+    """
+
+    def __init__(self, sock: socket.socket, until: float) -> None:
+        self._socket = sock
+        self._ended = threading.Lock()
+        self.until = until
+        self._buffer = bytearray(LINE_BYTES_MAX)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+
+    @classmethod
+    def connect(cls, address: Address, until: float) -> Self:
+        """Raises OSError."""
+        left_s = _left(until)
+        if address[1]:
+            sock = socket.create_connection(address, left_s)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:
+            sock = socket.socket(socket.AF_UNIX)
+            try:
+                sock.settimeout(left_s)
+                sock.connect(address[0])
+            except BaseException:
+                sock.close()
+                raise
+        sock.settimeout(None)
+        return cls(sock, until)
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        """All of them, in order, without joining them."""
+        waiting = [memoryview(part).cast("B") for part in parts if len(part)]
+        at = 0
+        while at < len(waiting):
+            self._limit(socket.SO_SNDTIMEO)
+            try:
+                sent = self._socket.sendmsg(waiting[at : at + _PARTS_MAX])
+            except BlockingIOError:
+                continue
+            while at < len(waiting) and sent >= len(waiting[at]):
+                sent -= len(waiting[at])
+                at += 1
+            if sent:
+                waiting[at] = waiting[at][sent:]
+
+    def line(self) -> bytes:
+        """Up to CR LF, without it. Raises ValueError where none comes within a buffer's length."""
+        while True:
+            found = self._buffer.find(b"\r\n", self._start, self._end)
+            if found >= 0:
+                line = bytes(self._view[self._start : found])
+                self._start = found + 2
+                return line
+            if self._start:
+                size = self._end - self._start
+                self._buffer[:size] = self._buffer[self._start : self._end]
+                self._start, self._end = 0, size
+            if self._end == LINE_BYTES_MAX:
+                raise ValueError("a line without an end")
+            self._end += self._receive([self._view[self._end :]], 0)
+
+    def fill(self, target: memoryview) -> None:
+        """Exactly so many bytes; what comes after them is kept for the next call."""
+        size = min(len(target), self._end - self._start)
+        target[:size] = self._view[self._start : self._start + size]
+        self._start += size
+        if size == len(target):
+            return
+        self._start = self._end = 0
+        while size < len(target):
+            want = target[size:]
+            got = self._receive([want], socket.MSG_WAITALL)
+            size += got
+
+    def skip(self, size_bytes: int) -> None:
+        """Read and forget."""
+        scratch = memoryview(bytearray(min(size_bytes, 1 << 16)))
+        while size_bytes > 0:
+            part = scratch[: min(size_bytes, len(scratch))]
+            self.fill(part)
+            size_bytes -= len(part)
+
+    def abort(self) -> None:
+        """Wakes whoever waits in a call, with an error. From any thread."""
+        with self._ended, contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        with self._ended:
+            self._socket.close()
+
+    def _receive(self, parts: list[memoryview], flags: int) -> int:
+        while True:
+            self._limit(socket.SO_RCVTIMEO)
+            try:
+                got = self._socket.recv_into(parts[0], 0, flags)
+            except BlockingIOError:
+                continue
+            if not got:
+                raise ConnectionResetError("the other side closed the connection")
+            return got
+
+    def _limit(self, option: int) -> None:
+        left_s = _left(self.until)
+        seconds = int(left_s)
+        micros = max(1, int((left_s - seconds) * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(seconds, micros))
+
+
+def _left(until: float) -> float:
+    """Seconds to go. Raises TimeoutError when there are none."""
+    left_s = until - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the deadline has passed")
+    return left_s

@@ -1,0 +1,331 @@
+"""Values in Valkey or Redis, over RESP on plain sockets: payload goes from and to the arena.
+
+Client libraries make a bytes object of every value and reach a fifth to a third of this. One key
+per value, header first (see `framing`); values above ``chunk_bytes`` have the rest in keys of
+their own, written before the one that has the header. A write never replaces what is there.
+
+Protocol: https://valkey.io/topics/protocol (RESP 2). A server in cluster mode, or one that
+demands TLS, is refused with a clear word.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from kvatlas.core.records import Tier
+from kvatlas.dataplane.tiers import framing
+from kvatlas.dataplane.tiers.base import Entry, Finish, Piece
+from kvatlas.dataplane.tiers.framing import HEADER_BYTES
+from kvatlas.dataplane.tiers.runs import Outcome, Refused, Runs
+from kvatlas.dataplane.tiers.sockets import Address, Stream
+from kvatlas.errors import ConfigError
+
+CHUNK_BYTES = 64 << 20  # the server's default limit of a value is 512 MB
+SCAN_KEYS = 1000
+_ANSWER_BYTES_MAX = 1 << 20
+_CHUNK = struct.Struct("<I")
+_CRLF = b"\r\n"
+# Words of the server that no second try would mend, and what they are counted as.
+_REASONS = {
+    "OOM": "full",
+    "MISCONF": "full",
+    "READONLY": "read_only",
+    "NOAUTH": "denied",
+    "WRONGPASS": "denied",
+    "NOPERM": "denied",
+    "MOVED": "cluster",
+    "ASK": "cluster",
+    "CLUSTERDOWN": "cluster",
+    "LOADING": "loading",
+}
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Which server, and how. ``ttl_s`` 0: values stay until somebody deletes or evicts them.
+    ``host`` alone (port 0) is the path of a Unix socket."""
+
+    host: str = "127.0.0.1"
+    port: int = 6379
+    username: str = ""
+    password: str = ""
+    database: int = 0
+    prefix: str = "kvatlas:"
+    ttl_s: float = 0.0
+    chunk_bytes: int = CHUNK_BYTES
+    streams: int = 4
+    queue_max: int = 1024
+    deadline_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError on values that cannot work."""
+        if not self.host or not 0 <= self.port < 65536 or self.database < 0:
+            raise ConfigError(f"valkey: {self.host!r} port {self.port} is no address of a server")
+        if not 0 <= self.ttl_s < 1e10 or 0 < self.ttl_s < 0.001:
+            raise ConfigError(f"valkey: ttl_s is {self.ttl_s}: 0, or at least a millisecond")
+        if not 1 <= self.chunk_bytes <= 256 << 20:
+            raise ConfigError(f"valkey: chunk_bytes is {self.chunk_bytes}: 1 … {256 << 20}")
+
+
+class Server(Stream):
+    """A connection on which commands go out and answers come back."""
+
+    def ask(self, *words: bytes) -> list[bytes | int | None]:
+        """One command, its answer as a flat list. Raises Refused."""
+        self.send([command(words)])
+        return self.answer()
+
+    def answer(self) -> list[bytes | int | None]:
+        """Of a command whose answer is small; arrays come flat. Raises Refused, ValueError."""
+        line = self.line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return [rest]
+        if kind == b":":
+            return [int(rest)]
+        if kind == b"-":
+            raise refusal(rest)
+        if kind == b"$":
+            return [self._bulk(int(rest))]
+        if kind != b"*" or int(rest) > 4 * SCAN_KEYS:
+            raise ValueError(f"valkey: {line[:40]!r} is no answer")
+        return [part for _ in range(int(rest)) for part in self.answer()]
+
+    def _bulk(self, size: int) -> bytes | None:
+        if size < 0:
+            return None
+        if size > _ANSWER_BYTES_MAX:
+            raise ValueError(f"valkey: an answer of {size} bytes")
+        data = bytearray(size + 2)
+        self.fill(memoryview(data))
+        if data[size:] != _CRLF:
+            raise ValueError("valkey: an answer without an end")
+        return bytes(data[:size])
+
+    def value(self, head: memoryview | None, target: memoryview) -> Literal["", "gone", "wrong"]:
+        """A value straight to its place: "gone" where there is none, "wrong" where it has another
+        size. Raises Refused, ValueError."""
+        line = self.line()
+        if line[:1] == b"-":
+            raise refusal(line[1:])
+        if line[:1] != b"$":
+            raise ValueError(f"valkey: {line[:40]!r} is no value")
+        size = int(line[1:])
+        if size < 0:
+            return "gone"
+        want = len(target) + (HEADER_BYTES if head is not None else 0)
+        if size != want:
+            self.skip(size + 2)
+            return "wrong"
+        if head is not None:
+            self.fill(head)
+        self.fill(target)
+        end = bytearray(2)
+        self.fill(memoryview(end))
+        if end != _CRLF:
+            raise ValueError("valkey: a value without an end")
+        return ""
+
+
+class ValkeyStore:
+    """See `base.Store`. ``lost`` is told when the server turns out to be another one than before
+    (restarted, or failed over): what it held may be gone and is to be scanned anew."""
+
+    tier = Tier.OBJECT
+    transport: str
+
+    def __init__(self, settings: Settings, lost: Callable[[str], None] | None = None) -> None:
+        self.settings = settings
+        self.transport = "tcp" if settings.port else "unix"
+        self._address = Address(settings.host, settings.port)
+        self._prefix = settings.prefix.encode()
+        self._lost = lost
+        self._run_id = b""
+        self._runs = Runs[Server](
+            "valkey",
+            self._connect,
+            streams=settings.streams,
+            queue_max=settings.queue_max,
+            deadline_s=settings.deadline_s,
+        )
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Pieces and failures by reason."""
+        return self._runs.counts.all()
+
+    def write(self, pieces: Sequence[Piece], done: Finish) -> None:
+        """See `base.Store`. Chunks go before the head: a value without its end has no head."""
+        self._runs.submit(pieces, self._write, done)
+
+    def read(self, pieces: Sequence[Piece], done: Finish) -> None:
+        """See `base.Store`."""
+        self._runs.submit(pieces, self._read, done)
+
+    def delete(self, names: Sequence[bytes]) -> None:
+        """See `base.Store`. Raises OSError and Refused."""
+
+        def act(server: Server) -> None:
+            for start in range(0, len(names), SCAN_KEYS):
+                part = names[start : start + SCAN_KEYS]
+                keys: list[bytes] = []
+                for name, header in zip(part, self._headers(server, part), strict=True):
+                    extra = self._chunks(header.size_bytes) if header else 0
+                    keys += [self._key(name, i) for i in range(min(extra, 4096) + 1)]
+                for at in range(0, len(keys), SCAN_KEYS):
+                    server.ask(b"UNLINK", *keys[at : at + SCAN_KEYS])
+
+        if names:
+            self._runs.call(act)
+
+    def scan(self) -> Iterator[Entry]:
+        """See `base.Store`. Raises OSError and Refused."""
+        server = self._connect(time.monotonic() + self.settings.deadline_s)
+        try:
+            cursor = b"0"
+            while True:
+                server.until = time.monotonic() + self.settings.deadline_s
+                pattern = _literal(self._prefix) + b"v:*"
+                count = str(SCAN_KEYS).encode()
+                first, *keys = server.ask(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", count)
+                cut = len(self._prefix) + 2
+                names = [key[cut:] for key in keys if isinstance(key, bytes)]
+                for name, header in zip(names, self._headers(server, names), strict=True):
+                    if header is not None and header.name_digest == framing.name_digest(name):
+                        yield Entry(name, header.size_bytes, header.checksum)
+                cursor = first if isinstance(first, bytes) else b"0"
+                if cursor == b"0":
+                    return
+        finally:
+            server.close()
+
+    def close(self) -> None:
+        """See `base.Store`."""
+        self._runs.close()
+
+    # -- one run over one connection ---------------------------------------------------------------
+
+    def _write(self, server: Server, outcome: Outcome) -> None:
+        parts: list[bytes | memoryview] = []
+        answers: list[int] = []
+        for piece in outcome.open:
+            before = len(parts)
+            for index in range(self._chunks(piece.view.nbytes), -1, -1):
+                self._set(parts, piece, index)
+            answers.append((len(parts) - before) // 3)
+        server.send(parts)
+        for count in answers:
+            refused: Refused | None = None
+            for _ in range(count):
+                try:
+                    server.answer()  # +OK, or null: it is there already
+                except Refused as problem:
+                    refused = problem
+            if refused is None:
+                outcome.arrive()
+            else:
+                outcome.fail()
+                self._runs.counts.add(f"failed_{refused.reason}")
+
+    def _set(self, parts: list[bytes | memoryview], piece: Piece, index: int) -> None:
+        size = self.settings.chunk_bytes
+        data = piece.view[index * size : (index + 1) * size]
+        header = b"" if index else framing.pack(piece)
+        ttl = int(self.settings.ttl_s * 1000)
+        tail = (b"NX", b"PX", str(ttl).encode()) if ttl else (b"NX",)
+        words = [b"SET", self._key(piece.name, index)]
+        start = b"*%d\r\n" % (len(words) + 1 + len(tail)) + b"".join(map(_bulk, words))
+        start += b"$%d\r\n" % (len(header) + len(data)) + header
+        parts += [start, data, _CRLF + b"".join(map(_bulk, tail))]
+
+    def _read(self, server: Server, outcome: Outcome) -> None:
+        keys = [
+            self._key(piece.name, index)
+            for piece in outcome.open
+            for index in range(self._chunks(piece.view.nbytes) + 1)
+        ]
+        server.send([b"".join(command((b"GET", key)) for key in keys)])
+        head = bytearray(HEADER_BYTES)
+        size = self.settings.chunk_bytes
+        for piece in list(outcome.open):
+            states = set()
+            for index in range(self._chunks(piece.view.nbytes) + 1):
+                part = piece.view[index * size : (index + 1) * size]
+                states.add(server.value(None if index else memoryview(head), part))
+            if "gone" in states:
+                outcome.fail()
+            elif "wrong" in states or not framing.verify(framing.unpack(head), piece):
+                outcome.damage()
+            else:
+                outcome.arrive()
+
+    def _headers(self, server: Server, names: Sequence[bytes]) -> list[framing.Header | None]:
+        end = str(HEADER_BYTES - 1).encode()
+        server.send([b"".join(command((b"GETRANGE", self._key(n, 0), b"0", end)) for n in names)])
+        found = [server.answer()[0] for _ in names]
+        return [framing.unpack(data) if isinstance(data, bytes) else None for data in found]
+
+    def _chunks(self, size_bytes: int) -> int:
+        """How many keys a value has beside the one with its header."""
+        return max(0, -(-size_bytes // self.settings.chunk_bytes) - 1)
+
+    def _key(self, name: bytes, index: int) -> bytes:
+        if not index:
+            return self._prefix + b"v:" + name
+        return self._prefix + b"c:" + _CHUNK.pack(index) + name
+
+    def _connect(self, until: float) -> Server:
+        server = Server.connect(self._address, until)
+        try:
+            self._greet(server)
+        except BaseException:
+            server.close()
+            raise
+        return server
+
+    def _greet(self, server: Server) -> None:
+        settings = self.settings
+        if settings.password:
+            user = (settings.username.encode(),) if settings.username else ()
+            server.ask(b"AUTH", *user, settings.password.encode())
+        if settings.database:
+            server.ask(b"SELECT", str(settings.database).encode())
+        info = server.ask(b"INFO", b"server")[0]
+        if not isinstance(info, bytes):
+            raise ValueError("valkey: no answer to INFO")
+        said = dict(line.split(b":", 1) for line in info.split(_CRLF) if b":" in line)
+        if b"cluster" in (said.get(b"redis_mode"), said.get(b"server_mode")):
+            raise Refused("cluster", f"{self._address} is part of a cluster: not supported yet")
+        run_id = said.get(b"run_id", b"")
+        before, self._run_id = self._run_id, run_id
+        if before and before != run_id:
+            self._runs.counts.add("restarts")
+            if self._lost is not None:
+                self._lost(f"{self._address} is not the server that it was")
+
+
+def command(words: Sequence[bytes]) -> bytes:
+    """As it goes over the wire."""
+    return b"*%d\r\n" % len(words) + b"".join(map(_bulk, words))
+
+
+def refusal(text: bytes) -> Refused:
+    """What the server's error means."""
+    said = text.decode("utf-8", "replace")[:200]
+    reason = _REASONS.get(said.split(" ", 1)[0], "refused")
+    if reason == "cluster":
+        said += " (the server is part of a cluster: not supported yet)"
+    return Refused(reason, said)
+
+
+def _bulk(word: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(word), word)
+
+
+def _literal(prefix: bytes) -> bytes:
+    """A prefix with nothing in it that a pattern would read as more than itself."""
+    return b"".join(b"\\" + bytes([c]) if c in b"*?[]\\^-" else bytes([c]) for c in prefix)
