@@ -216,7 +216,7 @@ def test_the_command_tells_differences(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--trace FILE or --family"),
+        ([], "--trace FILE, --family"),
         (["--family", "random", "--requests", "0"], "at least 1"),
         (["--family", "random", "--time-scale", "nan"], "from 0 up"),
         (["--family", "random", "--model", "nowhere"], "nowhere"),

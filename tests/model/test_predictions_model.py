@@ -1,7 +1,7 @@
 """What the directory predicts is what the engine model then finds, over random sequences.
 
 The same harness and the same sequences as ``kvatlas validate predictions``, with the engine model
-in place of vLLM. The model's stream is the one that vLLM publishes (test_pool_against_vllm), so
+in place of vLLM. The model's stream is the one that vLLM publishes (test_recorded_runs), so
 what is seen here for hundreds of requests a second holds there; test_predictions_vllm checks that.
 """
 

@@ -16,7 +16,9 @@ from rich.table import Table
 from kvatlas.errors import ConfigError
 from kvatlas.sim.cluster import ClusterFile, EngineTable, Policy
 from kvatlas.sim.world import Play
-from kvatlas.validate.parity import Parity, parity
+from kvatlas.validate.parity import Difference, Parity, parity
+from kvatlas.validate.parity_recorded import Recorded, check, load
+from kvatlas.validate.parity_recorded import files as recordings
 from kvatlas.validate.parity_values import Scenario, load_file, scenario
 from kvatlas.workload.families import generate
 from kvatlas.workload.presets import FAMILIES
@@ -31,6 +33,7 @@ examples:
   kvatlas validate parity --family multi-turn --requests 60 --seed 3
   kvatlas validate parity --family agent --model gemma-3-12b --blocks 4000
   kvatlas validate parity --trace trace.jsonl --cluster cluster.toml --limit 200 --json
+  kvatlas validate parity --recorded tests/fixtures/recorded
 
 exit status: 0 everything is equal, 1 something differs, 2 the input is at fault
 """
@@ -51,6 +54,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--trace", type=Path, metavar="FILE", help="the trace to play")
     what.add_argument("--family", choices=tuple(FAMILIES), help="or one made by family and seed")
+    what.add_argument(
+        "--recorded",
+        type=Path,
+        metavar="PATH",
+        help="instead: recorded runs of a real vLLM beside the engine model; a file or a directory",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of the family (0)")
     add("--requests", type=int, default=60, metavar="N", help="of the family (60)")
     add("--limit", type=int, metavar="N", help="only the first N requests of the trace")
@@ -68,12 +77,32 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0 where both worlds are equal, 1 otherwise."""
+    if args.recorded is not None:
+        return run_recorded(args)
     result = parity(_scenario(args))
     if args.json:
         sys.stdout.buffer.write(msgspec.json.encode(result) + b"\n")
     else:
         show(result, Console())
     return 1 if result.different else 0
+
+
+def run_recorded(args: argparse.Namespace) -> int:
+    """Exit status 0 where the engine model did all that vLLM did, 1 otherwise."""
+    results, others = [], []
+    for path in recordings(args.recorded):
+        recording = load(path)
+        if recording is None:
+            others.append(path.name)
+        else:
+            results.append(check(path.name.partition(".")[0], recording))
+    if not results:
+        raise ConfigError(f"{args.recorded}: no recorded run in it")
+    if args.json:
+        sys.stdout.buffer.write(msgspec.json.encode(results) + b"\n")
+    else:
+        show_recorded(results, others, Console())
+    return 1 if any(result.different for result in results) else 0
 
 
 def _scenario(args: argparse.Namespace) -> Scenario:
@@ -97,7 +126,7 @@ def _trace(args: argparse.Namespace) -> Trace:
     if args.trace is not None:
         return open_trace(args.trace)
     if args.family is None:
-        raise ConfigError("--trace FILE or --family NAME is needed: the requests to play")
+        raise ConfigError("--trace FILE, --family NAME or --recorded PATH is needed")
     family = FAMILIES[args.family]
     duration_s = family.duration_s * args.requests / family.requests
     family = msgspec.structs.replace(family, requests=args.requests, duration_s=duration_s)
@@ -127,9 +156,9 @@ def _file(args: argparse.Namespace) -> ClusterFile:
 
 def show(result: Parity, console: Console) -> None:
     """The result for people."""
-    table = Table()
-    columns = ("engine", "requests", "prompt tokens", "hit", "stored", "evicted", "preempted")
-    for name in (*columns, "different"):
+    table = Table(box=None, padding=(0, 1))
+    columns = ("engine", "requests", "prompt", "hit", "stored", "evicted", "preempted")
+    for name in (*columns, "differ"):
         table.add_column(name, justify="left" if name == "engine" else "right")
     for name, engine in result.engines.items():
         numbers = (
@@ -147,6 +176,48 @@ def show(result: Parity, console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+def show_recorded(results: list[Recorded], others: list[str], console: Console) -> None:
+    """The recordings for people; ``others`` are files that were passed over."""
+    table = Table(box=None, padding=(0, 1))
+    columns = ("run", "requests", "hits", "cached", "stored", "removed", "promises")
+    for name in (*columns, "compared", "differ"):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for result in results:
+        numbers = (
+            result.requests,
+            result.hits,
+            result.cached_tokens,
+            result.events.get("BlockStored", 0),
+            result.events.get("BlockRemoved", 0),
+            result.promises,
+            result.compared,
+            result.different,
+        )
+        table.add_row(result.name, *(f"{number:,}" for number in numbers))
+    console.print(table)
+    for result in results:
+        mode = ", async scheduling" if result.async_scheduling else ""
+        for difference in result.differences[:_SHOWN]:
+            console.print(
+                *_told(difference, f"{result.name} ({result.engine}{mode}), ", "modelled", "vLLM"),
+                sep="\n",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+    if others:
+        console.print(f"passed over, no requests in it: {', '.join(others)}", markup=False)
+
+
+def _told(
+    difference: Difference, prefix: str = "", one: str = "simulated", other: str = "served"
+) -> Iterator[str]:
+    yield f"  {prefix}{difference.where}: {difference.field}"
+    yield f"    {one:9} {difference.simulated}"
+    yield f"    {other:9} {difference.served}"
+    yield f"    likely    {difference.cause}"
+
+
 def lines(result: Parity) -> Iterator[str]:
     """What the table does not say."""
     failed = f", {result.failed:,} refused" if result.failed else ""
@@ -157,9 +228,6 @@ def lines(result: Parity) -> Iterator[str]:
     )
     yield f"compared {result.compared:,}: different {result.different:,}"
     for difference in result.differences[:_SHOWN]:
-        yield f"  {difference.where}: {difference.field}"
-        yield f"    simulated {difference.simulated}"
-        yield f"    served    {difference.served}"
-        yield f"    likely    {difference.cause}"
+        yield from _told(difference)
     if result.different > _SHOWN:
         yield f"  … and {result.different - _SHOWN:,} more; --json has {len(result.differences):,}"

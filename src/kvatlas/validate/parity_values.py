@@ -124,20 +124,19 @@ def scenario(file: ClusterFile, trace: Trace, play: Play, where: str = "cluster"
 
 
 def _spaced(requests: Iterator[TraceRequest], play: Play) -> Iterator[TraceRequest]:
-    """From ``START_S`` on, no two at one instant."""
+    """From ``START_S`` on, no two at one instant; nor do the next turns of two sessions come
+    together whose answers ended together: each thinks a little longer in a way of its own."""
     last = START_S
-    for request in itertools.islice(requests, REQUESTS_MAX + 1):
-        at = max(START_S + request.arrival_s * play.time_scale, last + SPACE_S)
-        last = at
+    for number, request in enumerate(itertools.islice(requests, REQUESTS_MAX + 1)):
+        last = max(START_S + request.arrival_s * play.time_scale, last + SPACE_S)
         think_s = request.think_s
+        if think_s is not None:
+            think_s = think_s * play.time_scale + SPACE_S * (number + 0.5) / REQUESTS_MAX
         output = request.output_tokens
         if play.max_output_tokens is not None:
             output = min(output, play.max_output_tokens)
         yield msgspec.structs.replace(
-            request,
-            arrival_s=at,
-            output_tokens=output,
-            think_s=None if think_s is None else max(SPACE_S, think_s * play.time_scale),
+            request, arrival_s=last, output_tokens=output, think_s=think_s
         )
 
 
