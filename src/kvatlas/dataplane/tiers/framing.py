@@ -1,76 +1,85 @@
-"""What stands before every value that is kept or sent beyond this node: 48 bytes, little-endian.
+"""What stands before every value that is kept or sent beyond this node: its label, made up to a
+fixed length, so that the place of the value's bytes is known before the label is read.
 
-magic 4 · version 2 · flags 2 · size of the value 8 · checksum of the value 16 · digest of the
-name 8 · digest of these 40 bytes 8. With it a value tells by itself whether it is whole, and
-whether it lies under the right name, whatever a store did to it.
+With it a value tells by itself whether it is whole, and whether it lies under the right name,
+whatever a store did to it.
 """
 
 from __future__ import annotations
 
-import struct
+from kvatlas.dataplane import records
+from kvatlas.dataplane.records import Label
+from kvatlas.dataplane.tiers.base import NAME_BYTES_MAX, Entry, Piece, checksum_of
+from kvatlas.errors import StoreError
 
-import msgspec
-import xxhash
-
-from kvatlas.dataplane.tiers.base import Piece, checksum_of
-
-HEADER_BYTES = 48
-MAGIC = b"KVA1"
-VERSION = 1
-_FORM = struct.Struct("<4sHHQ16s8s")
+HEADER_BYTES = 512
+LABEL_BYTES_MAX = 400  # name, tenant and fingerprint together
 
 
-class Header(msgspec.Struct, frozen=True):
-    """What one says. ``name_digest`` is that of the name under which it was written."""
-
-    size_bytes: int
-    checksum: int
-    name_digest: bytes
-
-
-def name_digest(name: bytes) -> bytes:
-    """Eight bytes that tell names apart."""
-    return xxhash.xxh3_64_digest(name)
+def fit(piece: Piece) -> bool:
+    """Whether a store beyond the node takes it: bytes in a row, at least one, and a label that
+    has room."""
+    view = piece.view
+    row = view.ndim == 1 and view.itemsize == 1 and view.c_contiguous and view.nbytes > 0
+    label_bytes = len(piece.name) + len(piece.tenant.encode()) + len(piece.fingerprint)
+    return row and 0 < len(piece.name) <= NAME_BYTES_MAX and label_bytes <= LABEL_BYTES_MAX
 
 
 def pack(piece: Piece) -> bytes:
-    """The header of a piece that is to be written; its checksum is computed where it has none."""
+    """What goes before a piece; its checksum is computed where it has none."""
     checksum = piece.checksum or checksum_of(piece.view)
-    body = _FORM.pack(
-        MAGIC,
-        VERSION,
-        0,
-        piece.view.nbytes,
-        checksum.to_bytes(16, "little"),
-        name_digest(piece.name),
+    found = Entry(
+        piece.name, piece.view.nbytes, checksum, piece.index, piece.tenant, piece.fingerprint
     )
-    return body + xxhash.xxh3_64_digest(body)
+    return records.pack(labelled(found)).ljust(HEADER_BYTES, b"\0")
 
 
-def unpack(data: memoryview | bytes | bytearray) -> Header | None:
+def unpack(data: memoryview | bytes | bytearray) -> Label | None:
     """None where these are not the bytes that `pack` made."""
-    view = memoryview(data)
-    if len(view) != HEADER_BYTES or xxhash.xxh3_64_digest(view[:40]) != view[40:]:
+    try:
+        return records.unpack(bytes(data), Label)
+    except StoreError:
         return None
-    magic, version, _, size_bytes, checksum, digest = _FORM.unpack(view[:40])
-    if magic != MAGIC or version != VERSION:
-        return None
-    return Header(size_bytes, int.from_bytes(checksum, "little"), digest)
 
 
-def right(header: Header | None, piece: Piece) -> bool:
-    """Whether this header belongs to what the piece asks for, size and checksum included."""
-    return (
-        header is not None
-        and header.size_bytes == piece.view.nbytes
-        and header.name_digest == name_digest(piece.name)
-        and piece.checksum in (0, header.checksum)
+def entry(label: Label) -> Entry:
+    """The same for a catalogue."""
+    checksum = records.checksum_int(label.checksum)
+    return Entry(
+        label.name, label.size_bytes, checksum, label.index, label.tenant, label.fingerprint
     )
 
 
-def verify(header: Header | None, piece: Piece) -> bool:
-    """Whether the piece's bytes are what header and piece promise; puts the checksum there."""
-    if not right(header, piece) or header is None or checksum_of(piece.view) != header.checksum:
+def labelled(found: Entry) -> Label:
+    """The way back."""
+    return Label(
+        name=found.name,
+        size_bytes=found.size_bytes,
+        checksum=records.checksum_bytes(found.checksum),
+        stored_bytes=found.size_bytes,
+        index=found.index,
+        tenant=found.tenant,
+        fingerprint=found.fingerprint,
+    )
+
+
+def right(label: Label | None, piece: Piece) -> bool:
+    """Whether this label is of what the piece asks for."""
+    return (
+        label is not None
+        and label.name == piece.name
+        and label.size_bytes == label.stored_bytes == piece.view.nbytes
+        and piece.checksum in (0, records.checksum_int(label.checksum))
+        and piece.fingerprint in (b"", label.fingerprint)
+    )
+
+
+def verify(label: Label | None, piece: Piece) -> bool:
+    """Whether the piece's bytes are what label and piece promise; puts the checksum there."""
+    if label is None or not right(label, piece):
         return False
-    piece.checksum = header.checksum
+    found = checksum_of(piece.view)
+    if found != records.checksum_int(label.checksum):
+        return False
+    piece.checksum = found
     return True

@@ -13,11 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from kvatlas.dataplane.tiers.base import NAME_BYTES_MAX, Finish, Piece, Report
-from kvatlas.errors import ConfigError, StoreError
+from kvatlas.dataplane.tiers import framing
+from kvatlas.dataplane.tiers.base import Finish, Piece, Report
+from kvatlas.errors import ConfigError
 
 RUN_BYTES = 8 << 20
 RUN_PIECES = 128
+_NO = {"busy": "too much waits already", "closed": "the store was closed"}
 
 
 class Refused(Exception):
@@ -32,6 +34,7 @@ class Outcome:
     """What became of one run so far. Pieces end in their order; those that did not are open."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = tuple(pieces)
         self.open = list(pieces)
         self.arrived = 0
         self.failed: list[bytes] = []
@@ -111,8 +114,8 @@ class _Joint:
 
 
 class _Job(Generic[L]):
-    def __init__(self, pieces: Sequence[Piece], work: Work[L], until: float, joint: _Joint) -> None:
-        self.outcome = Outcome(pieces)
+    def __init__(self, outcome: Outcome, work: Work[L], until: float, joint: _Joint) -> None:
+        self.outcome = outcome
         self.work = work
         self.until = until
         self.joint = joint
@@ -142,37 +145,32 @@ class Runs(Generic[L]):
         self._queue_max = queue_max
         self._queue: queue.SimpleQueue[_Job[L] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._refused: queue.SimpleQueue[tuple[_Joint, list[Outcome]] | None] = queue.SimpleQueue()
         self._links: set[L] = set()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._loop, name=f"kvatlas-{name}-{i}", daemon=True)
             for i in range(streams)
         ]
-        self._threads.append(
-            threading.Thread(target=self._refuse, name=f"kvatlas-{name}-no", daemon=True)
-        )
         for thread in self._threads:
             thread.start()
 
     def submit(self, pieces: Sequence[Piece], work: Work[L], done: Finish) -> None:
-        """``done`` is called from one of the threads, by the deadline, also when refused.
-
-        Raises StoreError for names or views that no store takes, and once it is closed.
-        """
-        check(pieces)
+        """``done`` is called by the deadline, from one of the threads; at once where nothing can
+        be tried: too much waits, the store is closed, no piece is fit."""
+        fit = [piece for piece in pieces if framing.fit(piece)]
+        bad = Outcome([piece for piece in pieces if not framing.fit(piece)])
         until = time.monotonic() + self.deadline_s
-        cut = list(_cut(pieces)) or [[]]
-        joint = _Joint(len(cut), done)
+        cut = [Outcome(run) for run in _cut(fit)]
+        joint = _Joint(len(cut) + 1, done)
+        self._end(bad, joint, self._lost("invalid", "not fit to be stored") if bad.open else "")
         with self._lock:
-            if self._closed:
-                raise StoreError(f"{self.name}: the store was closed")
-            if self._queue.qsize() + len(cut) <= self._queue_max:
-                for run in cut:
-                    self._queue.put(_Job(run, work, until, joint))
-                return
-        # `done` may take locks that the caller holds: it is never called from here.
-        self._refused.put((joint, [Outcome(run) for run in cut]))
+            no = "closed" if self._closed else ""
+            if not no and self._queue.qsize() + len(cut) > self._queue_max:
+                no = "busy"
+            for outcome in () if no else cut:
+                self._queue.put(_Job(outcome, work, until, joint))
+        for outcome in cut if no else ():
+            self._end(outcome, joint, self._lost(no, _NO[no]))
 
     def call(self, act: Callable[[L], object]) -> None:
         """Do something on a connection of its own, in this thread. Raises OSError, Refused."""
@@ -190,7 +188,6 @@ class Runs(Generic[L]):
             self._closed = True
             for _ in self._threads:
                 self._queue.put(None)
-            self._refused.put(None)
             for link in self._links:
                 link.abort()
         for thread in self._threads:
@@ -216,13 +213,6 @@ class Runs(Generic[L]):
                 link = None  # `_work` has closed it
             self._end(job.outcome, job.joint, error)
         self._forget(link)
-
-    def _refuse(self) -> None:
-        while (found := self._refused.get()) is not None:
-            joint, outcomes = found
-            for outcome in outcomes:
-                error = self._lost("busy", "too much waits already")
-                self._end(outcome, joint, error)
 
     def _work(self, link: L | None, job: _Job[L]) -> L:
         """On an old connection that turns out dead, once more on a new one: all work is
@@ -270,18 +260,12 @@ class Runs(Generic[L]):
         self.counts.add("damaged", len(outcome.damaged))
         self.counts.add("open", len(outcome.open))
         try:
+            for piece in outcome.pieces:
+                if piece.released is not None:
+                    piece.released()
             joint.ended(outcome, error)
         except Exception:  # the caller's; the thread goes on, the counter tells
             self.counts.add("done_raised")
-
-
-def check(pieces: Sequence[Piece]) -> None:
-    """Raises StoreError for a name or a view that no store takes."""
-    for piece in pieces:
-        if not 0 < len(piece.name) <= NAME_BYTES_MAX:
-            raise StoreError(f"a name has 1 … {NAME_BYTES_MAX} bytes, not {len(piece.name)}")
-        if piece.view.format != "B" or not piece.view.c_contiguous or not piece.view.nbytes:
-            raise StoreError("a view must be of bytes, in one piece, and not empty")
 
 
 def _cut(pieces: Sequence[Piece]) -> Iterable[list[Piece]]:

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from kvatlas.core.records import Tier
+from kvatlas.dataplane.records import Label
 from kvatlas.dataplane.tiers import framing
 from kvatlas.dataplane.tiers.base import Entry, Finish, Piece
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES
@@ -195,8 +196,8 @@ class ValkeyStore:
                 cut = len(self._prefix) + 2
                 names = [key[cut:] for key in keys if isinstance(key, bytes)]
                 for name, header in zip(names, self._headers(server, names), strict=True):
-                    if header is not None and header.name_digest == framing.name_digest(name):
-                        yield Entry(name, header.size_bytes, header.checksum)
+                    if header is not None and header.name == name:
+                        yield framing.entry(header)
                 cursor = first if isinstance(first, bytes) else b"0"
                 if cursor == b"0":
                     return
@@ -263,7 +264,7 @@ class ValkeyStore:
             else:
                 outcome.arrive()
 
-    def _headers(self, server: Server, names: Sequence[bytes]) -> list[framing.Header | None]:
+    def _headers(self, server: Server, names: Sequence[bytes]) -> list[Label | None]:
         end = str(HEADER_BYTES - 1).encode()
         server.send([b"".join(command((b"GETRANGE", self._key(n, 0), b"0", end)) for n in names)])
         found = [server.answer()[0] for _ in names]

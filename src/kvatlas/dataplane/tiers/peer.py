@@ -1,0 +1,352 @@
+"""Another agent's dram, read over TCP from its slots into ours.
+
+A connection begins with a greeting in which the reader proves that it knows the cluster's token
+and the server tells its life: a restarted peer holds nothing of what was known of it. Then:
+requests of up to `NAMES_MAX` names, each answered by a label (see `framing`) and the bytes as they
+lie in the slot, then one byte that says whether the slot was still the same when its last byte had
+left: one that was recycled meanwhile is a miss. Bulk of names: msgpack after a length.
+
+Reading only: a peer's dram is written by its own agent, which can be asked to pull.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import msgspec
+
+from kvatlas.core.records import Tier
+from kvatlas.dataplane.records import Label
+from kvatlas.dataplane.tiers import framing
+from kvatlas.dataplane.tiers.base import Entry, Finish, Piece
+from kvatlas.dataplane.tiers.dram import DramStore
+from kvatlas.dataplane.tiers.framing import HEADER_BYTES
+from kvatlas.dataplane.tiers.runs import Counts, Outcome, Refused, Runs
+from kvatlas.dataplane.tiers.sockets import Address, Stream
+from kvatlas.errors import ConfigError, StoreError
+
+NAMES_MAX = 4096
+REQUEST_BYTES_MAX = 2 << 20
+MAGIC = b"KVAP\1\0\0\0"
+_LENGTH = struct.Struct("<I")
+_LIFE_BYTES = _NONCE_BYTES = _PROOF_BYTES = 16
+_MISSING = b"\0" * HEADER_BYTES
+_SAME, _RECYCLED = b"\1", b"\0"
+
+
+class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """``names`` to read; none: the catalogue from ``start`` on."""
+
+    names: list[bytes]
+    start: int = 0
+
+
+class PeerServer:
+    """Lets others read an agent's dram; a thread per connection, at most ``connections_max``.
+
+    ``send_s``: how long one answer may take; ``idle_s``: how long a connection may be silent.
+    """
+
+    def __init__(
+        self,
+        dram: DramStore,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: bytes = b"",
+        connections_max: int = 64,
+        send_s: float = 10.0,
+        idle_s: float = 300.0,
+    ) -> None:
+        """Listens from now on. Raises ConfigError where it cannot."""
+        if connections_max < 1 or not 0 < send_s < 86400 or not 0 < idle_s < 86400:
+            raise ConfigError("peer: connections_max, send_s and idle_s must be above zero")
+        self.counts = Counts()
+        self.life = os.urandom(_LIFE_BYTES)
+        self._dram = dram
+        self._token = token
+        self._limits = (connections_max, send_s, idle_s)
+        self._lock = threading.Lock()
+        self._links: dict[Stream, threading.Thread] = {}
+        self._closed = False
+        try:
+            self._listener = socket.create_server((host, port), backlog=128)
+        except OSError as error:
+            raise ConfigError(f"peer: cannot listen on {host}:{port}: {error}") from error
+        self.address = Address(host, self._listener.getsockname()[1])
+        self._accepting = threading.Thread(
+            target=self._accept, name="kvatlas-peer-accept", daemon=True
+        )
+        self._accepting.start()
+
+    def close(self) -> None:
+        """Ends all connections; nothing is held afterwards."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            links = dict(self._links)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        for link in links:
+            link.abort()
+        for thread in (self._accepting, *links.values()):
+            thread.join(self._limits[1] + 1)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                self.counts.add("accept_failed")  # no descriptor is left, say
+                time.sleep(0.05)
+                continue
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link = Stream(sock, time.monotonic() + self._limits[1])
+            with self._lock:
+                full = self._closed or len(self._links) >= self._limits[0]
+                if not full:
+                    thread = threading.Thread(
+                        target=self._serve, args=(link,), name="kvatlas-peer", daemon=True
+                    )
+                    self._links[link] = thread
+                    thread.start()
+            if full:
+                self.counts.add("refused_connections")
+                link.close()
+
+    def _serve(self, link: Stream) -> None:
+        try:
+            self._greet(link)
+            while True:
+                link.until = time.monotonic() + self._limits[2]
+                request = _request(link)
+                link.until = time.monotonic() + self._limits[1]
+                if request.names:
+                    for name in request.names:
+                        self._answer(link, name)
+                        link.until = time.monotonic() + self._limits[1]
+                else:
+                    self._list(link, request.start)
+        except TimeoutError:
+            self.counts.add("connections_slow")
+        except OSError:
+            self.counts.add("connections_gone")
+        except (ValueError, msgspec.MsgspecError):
+            self.counts.add("connections_garbled")
+        except Exception:  # ours; this connection ends, the counter tells
+            self.counts.add("connections_fault")
+        finally:
+            with self._lock:
+                self._links.pop(link, None)
+            link.close()
+
+    def _greet(self, link: Stream) -> None:
+        nonce = os.urandom(_NONCE_BYTES)
+        link.send([MAGIC, self.life, nonce])
+        said = bytearray(len(MAGIC) + _PROOF_BYTES)
+        link.fill(memoryview(said))
+        if not hmac.compare_digest(bytes(said), MAGIC + _proof(self._token, nonce)):
+            self.counts.add("denied")
+            raise ValueError("the reader does not know the token")
+        link.send([_SAME])
+
+    def _answer(self, link: Stream, name: bytes) -> None:
+        unit = self._dram.pin(name)
+        if unit is None:
+            self.counts.add("missing")
+            link.send([_MISSING])
+            return
+        arena = self._dram.arena
+        try:
+            view = arena.view(unit.slot)
+            label = Piece(
+                name,
+                view,
+                unit.checksum,
+                index=unit.index,
+                tenant=unit.tenant,
+                fingerprint=unit.fingerprint,
+            )
+            # sendmsg has copied all bytes when it returns: what is current then was sent whole.
+            link.send([framing.pack(label), view])
+            same = arena.current(unit.slot)
+            link.send([_SAME if same else _RECYCLED])
+        finally:
+            self._dram.unpin(unit.slot)
+        self.counts.add("sent" if same else "recycled")
+
+    def _list(self, link: Stream, start: int) -> None:
+        part = islice(self._dram.scan(), start, start + NAMES_MAX)
+        data = msgspec.msgpack.encode([framing.labelled(entry) for entry in part])
+        link.send([_LENGTH.pack(len(data)), data])
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Which peer, and how."""
+
+    host: str
+    port: int
+    token: bytes = b""
+    streams: int = 2
+    queue_max: int = 1024
+    deadline_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError on values that cannot work."""
+        if not self.host or not 0 < self.port < 65536:
+            raise ConfigError(f"peer: {self.host!r} port {self.port} is no address")
+
+
+class PeerStore:
+    """See `base.Store`, reading only. ``lost`` is told when the peer began a new life."""
+
+    tier = Tier.PEER
+    transport = "tcp"
+
+    def __init__(self, settings: Settings, lost: Callable[[str], None] | None = None) -> None:
+        self.settings = settings
+        self._address = Address(settings.host, settings.port)
+        self._lost = lost
+        self._life = b""
+        self._runs = Runs[Stream](
+            "peer",
+            self._connect,
+            streams=settings.streams,
+            queue_max=settings.queue_max,
+            deadline_s=settings.deadline_s,
+        )
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Pieces and failures by reason."""
+        return self._runs.counts.all()
+
+    def write(self, pieces: Sequence[Piece], done: Finish) -> None:
+        """Refused: a peer's dram is its own agent's."""
+        self._runs.submit(pieces, _no_write, done)
+
+    def read(self, pieces: Sequence[Piece], done: Finish) -> None:
+        """See `base.Store`."""
+        self._runs.submit(pieces, self._read, done)
+
+    def delete(self, names: Sequence[bytes]) -> None:
+        """Raises StoreError: a peer's dram is its own agent's."""
+        raise StoreError("a peer's dram is emptied by its own agent")
+
+    def scan(self) -> Iterator[Entry]:
+        """See `base.Store`. Raises OSError, Refused and StoreError."""
+        link = self._connect(time.monotonic() + self.settings.deadline_s)
+        try:
+            start = 0
+            while True:
+                link.until = time.monotonic() + self.settings.deadline_s
+                _ask(link, Request([], start))
+                labels = msgspec.msgpack.decode(_bulk(link, 8 << 20), type=list[Label])
+                yield from map(framing.entry, labels)
+                if len(labels) < NAMES_MAX:
+                    return
+                start += len(labels)
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise StoreError(f"peer {self._address}: its catalogue is garbled: {error}") from error
+        finally:
+            link.close()
+
+    def close(self) -> None:
+        """See `base.Store`."""
+        self._runs.close()
+
+    def _connect(self, until: float) -> Stream:
+        link = Stream.connect(self._address, until)
+        try:
+            self._greet(link)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _greet(self, link: Stream) -> None:
+        said = bytearray(len(MAGIC) + _LIFE_BYTES + _NONCE_BYTES)
+        link.fill(memoryview(said))
+        if said[: len(MAGIC)] != MAGIC:
+            raise Refused("foreign", f"{self._address} is no kvatlas agent of this version")
+        life, nonce = bytes(said[8:24]), bytes(said[24:])
+        link.send([MAGIC, _proof(self.settings.token, nonce)])
+        try:
+            link.fill(memoryview(bytearray(1)))
+        except ConnectionError as error:
+            raise Refused("denied", f"{self._address} does not let us in: the token?") from error
+        before, self._life = self._life, life
+        if before and before != life:
+            self._runs.counts.add("restarts")
+            if self._lost is not None:
+                self._lost(f"{self._address} began a new life")
+
+    def _read(self, link: Stream, outcome: Outcome) -> None:
+        _ask(link, Request([piece.name for piece in outcome.open]))
+        head = memoryview(bytearray(HEADER_BYTES))
+        tail = memoryview(bytearray(1))
+        for piece in list(outcome.open):
+            link.fill(head)
+            if head == _MISSING:
+                outcome.fail()
+                continue
+            label = framing.unpack(head)
+            if label is None:  # where the next answer begins is not known any more
+                raise ValueError(f"{self._address}: an answer is garbled")
+            fits = label.size_bytes == piece.view.nbytes
+            if fits:
+                link.fill(piece.view)
+            else:
+                link.skip(label.size_bytes)
+            link.fill(tail)
+            if tail == _RECYCLED:
+                self._runs.counts.add("recycled")
+                outcome.fail()
+            elif fits and tail == _SAME and framing.verify(label, piece):
+                outcome.arrive()
+            else:
+                outcome.damage()
+
+
+def _no_write(link: Stream, outcome: Outcome) -> None:
+    raise Refused("read_only", "a peer's dram is written by its own agent: let it pull")
+
+
+def _proof(token: bytes, nonce: bytes) -> bytes:
+    return hashlib.blake2b(nonce, key=token[:64], digest_size=_PROOF_BYTES).digest()
+
+
+def _ask(link: Stream, request: Request) -> None:
+    data = msgspec.msgpack.encode(request)
+    link.send([_LENGTH.pack(len(data)), data])
+
+
+def _bulk(link: Stream, size_bytes_max: int) -> bytes:
+    length = bytearray(_LENGTH.size)
+    link.fill(memoryview(length))
+    (size,) = _LENGTH.unpack(length)
+    if size > size_bytes_max:
+        raise ValueError(f"{size} bytes at once: at most {size_bytes_max}")
+    data = bytearray(size)
+    link.fill(memoryview(data))
+    return bytes(data)
+
+
+def _request(link: Stream) -> Request:
+    request = msgspec.msgpack.decode(_bulk(link, REQUEST_BYTES_MAX), type=Request)
+    if len(request.names) > NAMES_MAX or request.start < 0:
+        raise ValueError("too many names, or a start below zero")
+    return request
