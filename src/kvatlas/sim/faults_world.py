@@ -37,6 +37,7 @@ from kvatlas.sim.timeline import Timeline
 from kvatlas.workload.protocol import Model
 
 LATENCY_S = 0.001
+_APART_S = 1e-6  # between messages that keep their order: more than a sum of times can be off
 _FEED = (Events, Replayed, Subscribed)
 _NEW_CONNECTIONS = (Submit, Look, AskReplay, Pulse)
 
@@ -142,7 +143,7 @@ class Wire:
 
     def _delayed(self, envelope: Envelope, until: float, line: tuple[str, str]) -> Envelope:
         now = self._timeline.now
-        arrival = max(now + envelope.delay_s, until, self._last.get(line, 0.0))
+        arrival = max(now + envelope.delay_s, until, self._last.get(line, 0.0) + _APART_S)
         self._last[line] = arrival
         return _after(envelope, max(0.0, arrival - now))
 
@@ -161,7 +162,7 @@ class Wire:
             self._answers[engine] = replay.token
         ordered = self._delayed(envelope, self._slow.get(engine, 0.0), line)
         if first or isinstance(message, Subscribed) or (replay and replay.batch is None):
-            late = self._latest.get(engine, 0.0) - self._timeline.now
+            late = self._latest.get(engine, 0.0) + _APART_S - self._timeline.now
             return (_after(ordered, max(ordered.delay_s, late if replay else 0.0)),)
         if self._happens("loss", engine):
             return ()
