@@ -6,7 +6,8 @@ KvatlasError
 ├── EngineError       an engine answered wrongly or not at all
 ├── TraceError        a workload file; the text names the file, the line and what is wrong there
 ├── LayoutError       a model whose KV state we cannot describe; refused, never guessed
-└── LedgerError       a caller misuses a tier's books; nothing was changed
+├── LedgerError       a caller misuses a tier's books; nothing was changed
+└── StoreError        stored or shared bytes are not what they should be, or their place is misused
 """
 
 
@@ -51,3 +52,8 @@ class LayoutError(KvatlasError):
 class LedgerError(KvatlasError):
     """A tier's books were misused (a commit twice, an unpin too many): a fault in kvatlas itself.
     Nothing was changed by the call."""
+
+
+class StoreError(KvatlasError):
+    """Bytes of a tier are damaged, foreign or out of place. They are not used; what they stood for
+    is computed again."""

@@ -24,11 +24,22 @@ class Piece(msgspec.Struct):
     ``view`` is as long as the value and writable for reads. ``checksum`` is `checksum_of` its
     bytes; for a read what must be found, 0: whatever the store's own record says, and that is
     then put here.
+
+    ``index``, ``tenant`` and ``fingerprint`` are kept with what is written and found by `scan`; a
+    fingerprint given to a read must be that of the write. ``lasting``: what is reported written
+    survives a loss of power, with all that was reported before (what resume records need).
+    ``released`` is called when nothing touches the view any more: before ``done``, or after it
+    where the medium hangs in a call that cannot be ended.
     """
 
     name: bytes
     view: memoryview
     checksum: int = 0
+    index: int = 0
+    tenant: str = ""
+    fingerprint: bytes = b""
+    lasting: bool = False
+    released: Callable[[], None] | None = None
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -49,6 +60,9 @@ class Entry(msgspec.Struct, frozen=True):
     name: bytes
     size_bytes: int
     checksum: int = 0
+    index: int = 0
+    tenant: str = ""
+    fingerprint: bytes = b""
 
 
 Finish = Callable[[Report], None]

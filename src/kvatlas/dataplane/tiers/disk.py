@@ -1,0 +1,461 @@
+"""Units on a local disk: O_DIRECT, several in flight, nothing believed that was not verified.
+
+A unit lies in one extent of a preallocated segment file: its whole pages straight from the arena,
+then its last bytes and its label (`records.Label`) in a page or two of their own. The catalogue
+says where. A read believes neither: label and checksum must both be right. What was never synced
+can be lost or torn by a loss of power, and is then noticed; only a ``lasting`` piece waits for the
+medium (fdatasync of what was written, then a synced commit).
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvatlas.core.records import Tier
+from kvatlas.dataplane.codec import Codec, decode, encode
+from kvatlas.dataplane.extents import GRAIN_BYTES, whole
+from kvatlas.dataplane.records import (
+    LABEL_BYTES_MAX,
+    Label,
+    checksum_bytes,
+    checksum_int,
+    pack,
+    unpack,
+)
+from kvatlas.dataplane.tiers.base import Entry, Finish, Piece, checksum_of
+from kvatlas.dataplane.tiers.disk_catalogue import Catalogue, Row
+from kvatlas.dataplane.tiers.disk_commits import Commits
+from kvatlas.dataplane.tiers.disk_files import Files
+from kvatlas.dataplane.tiers.disk_room import Room
+from kvatlas.dataplane.tiers.runs import Counts
+from kvatlas.dataplane.tiers.work import Batch, Why, Workers, check, let_go, unfit
+from kvatlas.errors import ConfigError, StoreError
+
+_MASK = GRAIN_BYTES - 1
+_FOOT_BYTES = whole(GRAIN_BYTES - 1 + LABEL_BYTES_MAX)  # a unit's last bytes and its label
+
+
+class Held(msgspec.Struct, eq=False):
+    """A unit that can be found. ``gone``: not any more; its room is free with its last reader."""
+
+    label: Label
+    place: int
+    room: int
+    readers: int = 0
+    gone: bool = False
+    broken: bool = False
+
+
+class _Flight:
+    """A write or a read under way, and those that want the same meanwhile."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece = piece
+        self.followers: list[tuple[Batch, Piece]] = []
+
+
+class DiskStore:
+    """The `disk` tier of one node."""
+
+    tier = Tier.DISK
+
+    def __init__(
+        self,
+        directory: Path,
+        capacity_bytes: int,
+        *,
+        segment_bytes: int = 1 << 30,
+        threads: int = 8,
+        queue_max: int = 4096,
+        deadline_s: float = 30.0,
+        codec: Codec = Codec.RAW,
+        files: Callable[[Path], Files] = Files,
+    ) -> None:
+        """Opens what is in ``directory``, or makes it. Raises ConfigError when that cannot be.
+
+        ``capacity_bytes`` counts in whole segments, which are no larger than it.
+        """
+        if not isinstance(capacity_bytes, int) or capacity_bytes < GRAIN_BYTES:
+            raise ConfigError(f"disk: capacity of {capacity_bytes!r} bytes: at least {GRAIN_BYTES}")
+        if segment_bytes < GRAIN_BYTES or threads < 1 or queue_max < 1 or not 0 < deadline_s < 1e6:
+            raise ConfigError("disk: segment, threads, queue and deadline must be above zero")
+        self.counts = Counts()
+        self.quarantined_bytes = 0
+        self._codec = codec
+        segment = min(segment_bytes, capacity_bytes) // GRAIN_BYTES * GRAIN_BYTES
+        self._room = Room(segment)
+        self._held: dict[bytes, Held] = {}
+        self._files = files(directory)
+        try:
+            catalogue = Catalogue(directory)
+            self._commits = Commits(catalogue, self._files, self.counts)
+            self._counter = catalogue.epoch << 32
+            self._load(catalogue, capacity_bytes // segment)
+        except BaseException:
+            self._files.close()
+            raise
+        self.transport = "O_DIRECT" if self._files.direct else "buffered"
+        self._lock = threading.Lock()
+        self._writing: dict[bytes, _Flight] = {}
+        self._reading: dict[bytes, _Flight] = {}
+        self._local = threading.local()
+        self._workers = Workers(
+            "disk", self.counts, threads=threads, queue_max=queue_max, deadline_s=deadline_s
+        )
+
+    # -- the interface --------------------------------------------------------------------------
+
+    def write(self, pieces: Sequence[Piece], done: Finish) -> None:
+        """As `Store.write`. Other bytes under a name that is held are reported as damaged."""
+        self._workers.run("write", pieces, self._write, done)
+
+    def read(self, pieces: Sequence[Piece], done: Finish) -> None:
+        """As `Store.read`. Several reads of one unit at once are one read of the disk."""
+        self._workers.run("read", pieces, self._read, done)
+
+    def delete(self, names: Sequence[bytes]) -> None:
+        """As `Store.delete`; afterwards a restart does not find them either."""
+        gone: list[Held] = []
+        with self._lock:
+            for name in dict.fromkeys(names):
+                if (held := self._held.pop(name, None)) is not None:
+                    gone.append(held)
+        if gone:
+            self._commits.drop([held.label.name for held in gone])
+            for held in gone:
+                self._leave(held)
+
+    def scan(self) -> Iterator[Entry]:
+        """As `Store.scan`, out of memory."""
+        with self._lock:
+            labels = [held.label for held in self._held.values()]
+        for label in labels:
+            yield Entry(
+                label.name,
+                label.size_bytes,
+                checksum_int(label.checksum),
+                label.index,
+                label.tenant,
+                label.fingerprint,
+            )
+
+    def has(self, names: Sequence[bytes]) -> int:
+        """How many of them are held, up to the first that is not."""
+        held = self._held
+        for count, name in enumerate(names):
+            if name not in held:
+                return count
+        return len(names)
+
+    def close(self) -> None:
+        """As `Store.close`. A thread that hangs in the kernel keeps its files until it returns."""
+        if self._workers.close():
+            self._commits.close()
+            self._files.close()
+        else:
+            self.counts.add("hanging")
+
+    # -- size -----------------------------------------------------------------------------------
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the segments that are written to."""
+        return self._room.size_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """In them; what was set aside is not free."""
+        with self._lock:
+            return self._room.free_bytes
+
+    def resize(self, capacity_bytes: int) -> list[bytes]:
+        """More segments or fewer; 0 drains the store. Says which units are in the way: they can
+        be read until they are deleted, and a segment's file goes with the last of them.
+
+        Raises ConfigError when there is no room for more.
+        """
+        segment = self._room.segment_bytes
+        with self._lock:
+            wanted = max(0, capacity_bytes) // segment
+            there = self._room.numbers
+            for number in range(wanted):
+                if number not in there:
+                    self._files.open(number, segment)
+                self._room.add(number)
+            for number in there:
+                if number >= wanted:
+                    self._room.close(number)
+            self._drop_emptied()
+            return [name for name, held in self._held.items() if held.place // segment >= wanted]
+
+    def _drop_emptied(self) -> None:
+        for number in self._room.emptied():
+            self._commits.forget(number)
+            self._files.remove(number)
+
+    # -- the start ------------------------------------------------------------------------------
+
+    def _load(self, catalogue: Catalogue, segments: int) -> None:
+        """What the catalogue knows, as far as it can be; the rest is forgotten and counted."""
+        size = self._room.segment_bytes
+        if catalogue.lost:
+            self.counts.add("catalogue_lost")
+        there = {n: self._files.open(n, size) for n in range(segments)}
+        used: dict[int, list[tuple[int, int]]] = {n: [] for n in there}
+        wrong: list[bytes] = []
+        end = 0
+        for row in catalogue.found:
+            held = _held_of(row)
+            number, offset = divmod(row.place, size)
+            fits = number in there and offset + row.room <= there[number]
+            if held is None or not fits or row.place < end:
+                wrong.append(row.name)
+                continue
+            end = row.place + row.room
+            used[number].append((offset, row.room))
+            self._held[row.name] = held
+        catalogue.found = []
+        if wrong:
+            self.counts.add("found_unusable", len(wrong))
+            self._commits.drop(wrong)
+        for number, rooms in used.items():
+            self._room.add(number, rooms)
+        for number in self._files.there():
+            if number >= segments:
+                self._files.remove(number)
+
+    # -- writes ---------------------------------------------------------------------------------
+
+    def _write(self, batch: Batch, piece: Piece) -> bool:
+        check(piece)
+        checksum = checksum_of(piece.view)
+        if piece.checksum not in (0, checksum):
+            batch.settle(piece, Why.DAMAGED)  # it was wrong before it came here
+            return False
+        piece.checksum = checksum
+        with self._lock:
+            held, other = self._held.get(piece.name), self._writing.get(piece.name)
+            if held is None and other is None:
+                self._writing[piece.name] = flight = _Flight(piece)
+            elif held is None and other is not None and other.piece.checksum == checksum:
+                other.followers.append((batch, piece))
+                return False  # its view is read no more
+        if held is not None or other is not None:
+            same = held is not None and held.label.checksum == checksum_bytes(checksum)
+            batch.settle(piece, None if same else Why.CONFLICT)
+            return False
+        why: Why | None = Why.IO
+        try:
+            why = self._store(piece)
+        finally:
+            with self._lock:
+                del self._writing[piece.name]
+            waiting = [batch.settle(piece, why)]
+            waiting += [other.settle(each, why) for other, each in flight.followers]
+        if why is None and not any(waiting):
+            self.delete([piece.name])  # it came too late for everybody, who took it as failed
+        return False
+
+    def _store(self, piece: Piece) -> Why | None:
+        codec, stored = encode(self._codec, piece.view)
+        with self._lock:
+            self._counter += 1
+            generation = self._counter
+        label = Label(
+            piece.name,
+            len(piece.view),
+            checksum_bytes(piece.checksum),
+            generation,
+            len(stored),
+            codec,
+            piece.index,
+            piece.tenant,
+            piece.fingerprint,
+        )
+        packed = pack(label)
+        room = _room_of(len(stored), len(packed))
+        with self._lock:
+            place = self._room.take(room)
+        if place is None:
+            return Why.FULL
+        held = Held(label, place, room)
+        try:
+            self._put(held, stored, packed)
+        except OSError as error:
+            self._leave(held, broken=error.errno == errno.EIO)
+            return Why.FULL if error.errno == errno.ENOSPC else Why.IO
+        row = Row(piece.name, place, room, packed)
+        if not self._commits.put(row, lasting=piece.lasting, then=lambda: self._found(held)):
+            self._leave(held)
+            return Why.IO
+        return None
+
+    def _put(self, held: Held, stored: memoryview, packed: bytes) -> None:
+        """Raises OSError."""
+        head = len(stored) & ~_MASK
+        rest = len(stored) - head
+        foot = self._buffer("foot", _FOOT_BYTES)[: held.room - head]
+        foot[:rest] = stored[head:]
+        foot[rest : rest + len(packed)] = packed
+        foot[rest + len(packed) :] = bytes(len(foot) - rest - len(packed))
+        number, offset = divmod(held.place, self._room.segment_bytes)
+        views = [stored[:head], foot] if head else [foot]
+        try:
+            count = self._files.write(number, views, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not head:
+                raise
+            self.counts.add("unaligned")  # bytes that O_DIRECT cannot take from where they are
+            views[0] = self._buffer("head", head)
+            views[0][:] = stored[:head]
+            count = self._files.write(number, views, offset)
+        if count != held.room:
+            raise OSError(errno.ENOSPC, f"{count} of {held.room} bytes were written")
+        self._commits.written(number)
+
+    # -- reads ----------------------------------------------------------------------------------
+
+    def _read(self, batch: Batch, piece: Piece) -> bool:
+        check(piece)
+        with self._lock:
+            held = self._held.get(piece.name)
+            why = Why.MISSING if held is None else _unfit(piece, held.label)
+            if held is not None and why is None:
+                if (other := self._reading.get(piece.name)) is not None:
+                    other.followers.append((batch, piece))
+                    return True  # its view is filled by whoever reads
+                self._reading[piece.name] = flight = _Flight(piece)
+                held.readers += 1
+        if held is None or why is not None:
+            batch.settle(piece, why)
+            return False
+        why = Why.IO
+        try:
+            why = self._fetch(held, piece)
+        finally:
+            with self._lock:
+                del self._reading[piece.name]
+            if why is not None:
+                self._quarantine(held, broken=why is Why.IO)
+            for other_batch, each in flight.followers:
+                other_batch.settle(each, why or self._hand_on(held, batch, piece, each))
+                let_go(each)
+            self._let_go(held)
+            batch.settle(piece, why)
+        return False
+
+    def _hand_on(self, held: Held, batch: Batch, source: Piece, target: Piece) -> Why | None:
+        target.view[:] = source.view
+        target.checksum = checksum_int(held.label.checksum)
+        if batch.over and checksum_of(target.view) != target.checksum:
+            return Why.LATE  # whose view that was took it as failed, and may have written to it
+        return None
+
+    def _fetch(self, held: Held, piece: Piece) -> Why | None:
+        label = held.label
+        stored = piece.view
+        if label.codec:
+            stored = self._buffer("stored", whole(label.stored_bytes))[: label.stored_bytes]
+        head = label.stored_bytes & ~_MASK
+        foot = self._buffer("foot", _FOOT_BYTES)[: held.room - head]
+        try:
+            if self._get(held, stored[:head], foot) != held.room:
+                return Why.DAMAGED  # the file is shorter than it was
+        except OSError:
+            return Why.IO
+        rest = label.stored_bytes - head
+        stored[head:] = foot[:rest]
+        try:
+            if unpack(foot[rest:], Label) != label:
+                return Why.FOREIGN
+            if label.codec:
+                decode(label.codec, stored, piece.view)
+        except StoreError:
+            return Why.DAMAGED
+        piece.checksum = checksum_of(piece.view)
+        return None if checksum_bytes(piece.checksum) == label.checksum else Why.DAMAGED
+
+    def _get(self, held: Held, head: memoryview, foot: memoryview) -> int:
+        """Raises OSError."""
+        number, offset = divmod(held.place, self._room.segment_bytes)
+        views = [head, foot] if head else [foot]
+        try:
+            return self._files.read(number, views, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not head:
+                raise
+        self.counts.add("unaligned")
+        views[0] = self._buffer("head", len(head))
+        count = self._files.read(number, views, offset)
+        head[:] = views[0]
+        return count
+
+    def _buffer(self, name: str, size_bytes: int) -> memoryview:
+        """This thread's own pages for a purpose."""
+        there: memoryview | None = getattr(self._local, name, None)
+        if there is None or len(there) < size_bytes:
+            there = memoryview(mmap.mmap(-1, whole(size_bytes)))
+            setattr(self._local, name, there)
+        return there[:size_bytes]
+
+    def _found(self, held: Held) -> None:
+        with self._lock:
+            self._held[held.label.name] = held
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def _quarantine(self, held: Held, *, broken: bool) -> None:
+        """What failed is found by nobody; a place that the medium cannot read is not used again."""
+        self.counts.add("quarantined")
+        with self._lock:
+            found = self._held.get(held.label.name) is held
+            if found:
+                del self._held[held.label.name]
+        if found:
+            self._commits.drop([held.label.name])
+            self._leave(held, broken=broken)
+
+    def _leave(self, held: Held, *, broken: bool = False) -> None:
+        with self._lock:
+            held.gone, held.broken = True, broken
+            self._free(held)
+
+    def _let_go(self, held: Held) -> None:
+        with self._lock:
+            held.readers -= 1
+            if held.gone:
+                self._free(held)
+
+    def _free(self, held: Held) -> None:
+        if held.readers:
+            return
+        if held.broken:
+            self.quarantined_bytes += held.room
+            return
+        self._room.give(held.place, held.room)
+        self._drop_emptied()
+
+
+def _room_of(stored_bytes: int, label_bytes: int) -> int:
+    return whole(stored_bytes + label_bytes)
+
+
+def _held_of(row: Row) -> Held | None:
+    """None: not what was written."""
+    try:
+        label = unpack(row.label, Label)
+    except StoreError:
+        return None
+    right = label.name == row.name and label.size_bytes > 0 and label.stored_bytes > 0
+    right = right and row.room == _room_of(label.stored_bytes, len(row.label))
+    return Held(label, row.place, row.room) if right and row.place >= 0 else None
+
+
+def _unfit(piece: Piece, label: Label) -> Why | None:
+    return unfit(piece, label.size_bytes, checksum_int(label.checksum), label.fingerprint)
