@@ -121,6 +121,8 @@ class Node(RuleBasedStateMachine):
     @rule(worker=WORKERS)
     def crowd(self, worker: str) -> None:
         """More than fits comes in, while loads go on."""
+        for prompt in range(3):
+            self.fetch(prompt, 6, 0, worker)
         for prompt in range(5) if worker in self.node.engines else ():
             self.fill(prompt, 6, {3, 6}, worker, "t")
             for op in sorted(self.node.open):
@@ -197,12 +199,11 @@ class Node(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 40.0, 200.0]))
     def wait(self, seconds: float) -> None:
-        before = set(self.node.open)
         self.node.at(self.node.now + seconds)
         # A driver keeps what was given up from writing.
         known = {op.number for op in self.node.agent._node.operations}
-        for op in before - known:
-            self.node.open.pop(op, None)
+        for op in set(self.node.open) - known:
+            del self.node.open[op]
         for operation in self.node.agent._node.operations:
             assert operation.until > self.node.now, "past its time, and nobody stopped it"
 
@@ -224,6 +225,7 @@ class Node(RuleBasedStateMachine):
             if isinstance(effect, Save | Load) and effect.worker == worker:
                 del self.node.open[op]
         self.node.attach(worker)
+        self.waiting.clear()  # a new process waits for nothing
 
     @rule(prompt=PROMPTS, length=LENGTHS, worker=WORKERS)
     def evicted(self, prompt: int, length: int, worker: str) -> None:
@@ -312,7 +314,7 @@ class Node(RuleBasedStateMachine):
             new.attach(worker)
         self.directory.reset(AGENT)
         self.told = 0
-        for tenant in ("t", "u"):
+        for tenant in ("", "t", "u"):
             units = tuple(
                 Unit(name[:-1], Part(name[-1]), entry.facts.index, entry.facts.size_bytes)
                 for name, (entry, whose) in kept.items()
