@@ -24,6 +24,7 @@ COMMANDS = (
     "directory",
     "demo",
     "validate",
+    "study",
 )
 
 EXIT_FAULT = 2

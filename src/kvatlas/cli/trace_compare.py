@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvatlas.cli.trace_hit_rate import add_cache_options, loaded, priced, read_scores, sizes
+from kvatlas.cli.trace_hit_rate import add_cache_options, loaded, priced, scores_for, sizes
 from kvatlas.cli.trace_input import add_trace_options
 from kvatlas.core.layout import Layout
 from kvatlas.core.policy.attention import NOT_KNOWN, AttentionScores
@@ -32,11 +32,13 @@ over strategy 3, as the seed advises, and over LRU). Tiers are hbm + dram + disk
 
 worth: the objective, with decode left out, which a cache without time does not see.
 µs/use: processor time of the whole pass per block use, on this machine; compare rows of one run.
-Strategy 2 needs --scores of the model that is priced; for DeepSeek V4 these are statistics of its
-indexer's selections, which no engine reports: without them its row says "not known".
+Strategy 2 needs scores of the model that is priced: --scores, or those that ship with kvatlas
+(smollm2-135m-instruct). For DeepSeek V4 these are statistics of its indexer's selections, which no
+engine reports: without them its row says "not known".
 
 examples:
   kvatlas trace compare mooncake_conversation.jsonl.xz
+  kvatlas trace compare multi-turn.jsonl --model smollm2-135m-instruct
   kvatlas trace compare sessions.jsonl.xz --merge 8 --capacity 0.5%+2%+10% --json
 """
 
@@ -109,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     if len(caps) > 3:
         raise ConfigError(f"--capacity {args.capacity}: hbm, dram and disk are three tiers at most")
     layout, price = load_layout(args.model, engine=args.engine), priced(args)
-    scores, objective = read_scores(args.scores), _objective(args.weights)
+    scores, objective = scores_for(args, work), _objective(args.weights)
     rows = []
     for policy, strategy, ahead in _ROWS:
         note = _unknown(args.model, scores) if policy == "attention" else ""

@@ -22,6 +22,7 @@ from kvatlas.errors import ConfigError
 from kvatlas.sim.cache import Cache, Counts, Level, Work, prefill_seconds, prepare
 from kvatlas.sim.cache import run as replay
 from kvatlas.sim.oracles import endless, optimal
+from kvatlas.workload.attention_scores import measured_scores
 from kvatlas.workload.device import DEVICES, device
 from kvatlas.workload.models import load_layout
 
@@ -96,7 +97,7 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--merge", type=int, default=1, metavar="N", help="make one block of N of the trace's (1)")
     add("--requests", type=int, metavar="N", help="only the first N requests")
-    add("--scores", type=Path, metavar="FILE", help="measured attention scores, for attention")
+    add("--scores", type=Path, metavar="FILE", help="attention scores (those we ship of it)")
     add("--model", default="deepseek-v4-flash", help="whose prefill is priced (deepseek-v4-flash)")
     add("--engine", choices=("vllm", "sglang"), default="vllm", help="whose layout (vllm)")
     add("--device", choices=tuple(DEVICES), default="H100", help="that it is priced on (H100)")
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     capacities = [sizes(text, work, args.unit) for text in _parts(args.capacity, "--capacity")]
     if len(names) * len(capacities) > RUNS_MAX:
         raise ConfigError(f"more than {RUNS_MAX} combinations of policy and capacity")
-    scores = read_scores(args.scores)
+    scores = scores_for(args, work)
     price = priced(args)
     results = []
     for caps, name in itertools.product(capacities, names):
@@ -146,10 +147,16 @@ def priced(args: argparse.Namespace) -> Callable[[int], float]:
     return prefill_seconds(layout, device(args.device), args.devices)
 
 
-def read_scores(path: Path | None) -> AttentionScores | None:
-    """The file of ``--scores``. Raises ConfigError."""
-    if path is None:
-        return None
+def scores_for(args: argparse.Namespace, work: Work) -> AttentionScores | None:
+    """Of ``--scores``, else those that we ship of the model; for blocks of the trace's size.
+
+    Raises ConfigError.
+    """
+    scores = _read_scores(args.scores) if args.scores else measured_scores(args.model)
+    return scores.for_blocks(work.block_tokens) if scores else None
+
+
+def _read_scores(path: Path) -> AttentionScores:
     try:
         with path.open("rb") as file:
             data = file.read(SCORES_BYTES_MAX + 1)

@@ -44,7 +44,12 @@ class Child:
         self._about: _About | None = None
 
     def run(self, job: Mapping[str, Any]) -> dict[str, Answer]:
-        """The answers by id. Raises `EngineError` with the end of the log where it fails."""
+        """The answers by id. Raises as `lines`."""
+        answers = [msgspec.json.decode(line, type=Answer) for line in self.lines(job)]
+        return {answer.id: answer for answer in answers}
+
+    def lines(self, job: Mapping[str, Any]) -> list[bytes]:
+        """The answers as written. Raises `EngineError` with the end of the log where it fails."""
         asked, results, log = (self._scratch / name for name in ("job.json", "results", "log"))
         results.unlink(missing_ok=True)
         asked.write_bytes(msgspec.json.encode(job))
@@ -68,8 +73,7 @@ class Child:
             )
         first, *lines = results.read_bytes().splitlines()
         self._about = msgspec.json.decode(first, type=_About)
-        answers = [msgspec.json.decode(line, type=Answer) for line in lines]
-        return {answer.id: answer for answer in answers}
+        return lines
 
     def runtime(self, engine: str) -> Runtime:
         """What computed the last job."""

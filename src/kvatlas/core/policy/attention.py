@@ -35,6 +35,7 @@ from kvatlas.errors import ConfigError
 
 NOT_KNOWN = "not known"
 _FORMAT = "kvatlas.attention-scores.1"
+_BLOCK_TOKENS_MAX = 1 << 16
 
 
 class AttentionScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,8 +62,10 @@ class AttentionScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         scores = (*made.from_start, made.last, made.middle, *made.by_key.values())
         if not all(math.isfinite(score) and score >= 0 for score in scores):
             raise ConfigError(f"{name}: scores must be finite numbers of at least 0")
-        if made.block_tokens < 1:
-            raise ConfigError(f"{name}: block_tokens is {made.block_tokens}: at least 1 is needed")
+        if not 1 <= made.block_tokens <= _BLOCK_TOKENS_MAX:
+            raise ConfigError(
+                f"{name}: block_tokens is {made.block_tokens}: 1 to {_BLOCK_TOKENS_MAX} can be"
+            )
         return made
 
     def speaks_for(self, model: str) -> str:
@@ -74,6 +77,39 @@ class AttentionScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if "v4" in model.lower() and self.statistic != "csa_selection":
             return f"{NOT_KNOWN}: {model} selects by its indexer; give CSA selection statistics"
         return ""
+
+    def for_blocks(self, block_tokens: int) -> AttentionScores:
+        """The same for blocks of another size, which get the attention of all that is in them.
+
+        Raises ConfigError where neither size is a multiple of the other, and where single blocks
+        are named: those are of one size.
+        """
+        mine = self.block_tokens
+        if block_tokens == mine:
+            return self
+        if self.by_key or (block_tokens % mine and mine % block_tokens):
+            raise ConfigError(
+                f"attention scores are of blocks of {mine} tokens, these have {block_tokens}:"
+                " measure or merge (--merge) so that they agree"
+            )
+        if block_tokens > mine:
+            by = block_tokens // mine
+            starts = (*self.from_start, *(self.middle,) * (-len(self.from_start) % by))
+            return msgspec.structs.replace(
+                self,
+                block_tokens=block_tokens,
+                from_start=tuple(sum(starts[i : i + by]) for i in range(0, len(starts), by)),
+                last=self.last + (by - 1) * self.middle,
+                middle=by * self.middle,
+            )
+        by = mine // block_tokens
+        return msgspec.structs.replace(
+            self,
+            block_tokens=block_tokens,
+            from_start=tuple(score / by for score in self.from_start for _ in range(by)),
+            last=self.last / by,
+            middle=self.middle / by,
+        )
 
     def of(self, key: Key, index: int, *, last: bool) -> float:
         """The score of the block ``index`` from the start of its prompt."""

@@ -1,0 +1,243 @@
+"""The attention study's statistics on made-up attention, its files, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvatlas.cli.main import main
+from kvatlas.core.policy.attention import AttentionScores
+from kvatlas.errors import ConfigError
+from kvatlas.validate import attention_study as study
+from kvatlas.validate.attention_contexts import Context, contexts
+
+LOSS = study.Loss("none", 0.0, 0, 1.0, 4, 0.0, 0.0)
+BLOCKS = 30  # 4 of them the sink, 8 the recent window
+
+
+def answer(name: str, hot: int, *, moves: int = 0, about: tuple[int, ...] = ()) -> study.Answer:
+    """Two layers, 40 steps: half of all on the first block, a tenth on the hot one, the rest even.
+
+    The hot one is another one every step where it ``moves``.
+    """
+    steps = []
+    for step in range(40):
+        masses = [0.4 / BLOCKS] * BLOCKS
+        masses[0] += 0.5
+        masses[4 + (hot - 4 + moves * step) % 18] += 0.1
+        steps.append([masses, masses])
+    return study.Answer(
+        id=f"{name}#{hot}",
+        context=name,
+        kind="made up",
+        context_tokens=16 * BLOCKS,
+        question_tokens=32,
+        about=list(about),
+        text="",
+        mass=steps,
+        edges=[[[0.5, 0.55, 0.2], [0.3, 0.35, 0.4]]] * 2,
+        needed=[[0.1, 0.2, 0.3]] * 2,
+        noise=[0.9, 0.8],
+        losses=[LOSS],
+        seconds=1.0,
+    )
+
+
+def context(name: str) -> Context:
+    return Context(name, "made up", (), ())
+
+
+@pytest.mark.parametrize(
+    ("masses", "share", "expected"),
+    [
+        ([1, 1, 1, 1], 0.8, 1.0),
+        ([1, 1, 1, 1], 0.75, 0.75),
+        ([9, 1, 0, 0], 0.9, 0.25),
+        ([0, 1, 9, 0], 0.91, 0.5),
+        ([0, 0], 0.8, 0.0),
+        ([0.1] * 10, 0.3, 0.3),
+    ],
+)
+def test_how_many_blocks_hold_so_much(masses: list[float], share: float, expected: float) -> None:
+    assert study.holding(masses, share) == expected
+
+
+def test_hot_blocks_and_what_they_catch() -> None:
+    masses = [5.0, 1.0, 4.0, 0.0, 0, 0, 0, 0, 0, 0]
+    assert study.hot(masses) == {0}
+    assert study.hot(masses, 0.2) == {0, 2}
+    assert study.hot([1.0, 2.0], 0.0) == {1}, "at least one"
+    assert study.caught({0, 2}, masses) == 0.9
+    assert study.caught({0}, [0.0, 0.0]) == 0.0
+    assert study.common([9, 1, 0], [0, 1, 9]) == 0.0
+
+
+def test_ranks_follow_order_not_size() -> None:
+    rising = [1.0, 2.0, 30.0, 400.0]
+    assert study.rank_correlation(rising, [0.1, 0.2, 0.3, 0.4]) == pytest.approx(1.0)
+    assert study.rank_correlation(rising, rising[::-1]) == pytest.approx(-1.0)
+    assert study.rank_correlation(rising, [1.0] * 4) == 0.0
+    # Ties share their mean rank: 0, 1.5, 1.5, 3 against 0, 1, 2, 3.
+    assert study.rank_correlation([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9487, abs=1e-4)
+
+
+def test_rows_that_grow_and_blocks_that_merge() -> None:
+    assert study.mean([[2.0], [4.0, 6.0]]) == [3.0, 3.0]
+    assert study.wide([1, 2, 3, 4, 5], 4) == [10, 5]
+
+
+def test_what_stays_is_predicted_and_what_moves_is_not() -> None:
+    stays, moves = answer("a", 10), answer("a", 10, moves=1)
+    over = [study.middle(stays)] * 2
+    assert over[0] == range(4, 22)
+    for made, low, high in ((stays, 0.3, 1.0), (moves, 0.0, 0.11)):
+        steps = [study._cut(step[0], over[0]) for step in made.mass]
+        found, best = study.stable(steps, 8)
+        assert low <= found <= high
+        assert best > 0.3
+    assert study.stable([[1.0]], 1) == (0.0, 0.0), "there is nothing to predict"
+
+
+def test_one_answer_told() -> None:
+    told = study.told(answer("a", 10, about=(10, 99)), [study.layers(answer("a", 12).mass)], "d")
+    assert (told.first, told.sink, told.recent) == pytest.approx((0.4, 0.45, 0.3))
+    assert told.middle == pytest.approx(0.25)
+    assert told.even_sink == pytest.approx(64 / (480 + 32 + 20))
+    assert told.holding[0] == pytest.approx(15 / 30)  # .513, .113, then .0133 each
+    assert told.tokens_needed == pytest.approx((0.1, 0.2, 0.3))
+    assert told.noise == pytest.approx(0.85)
+    assert told.about_own is not None
+    assert told.about_other is not None
+    assert told.about_own > 5
+    assert told.about_other < 1
+    assert sum(told.profile) == pytest.approx(1.0)
+    assert [s.past_steps for s in told.stable] == [1, 8, 32]
+
+
+def test_questions_that_look_elsewhere_have_nothing_in_common() -> None:
+    same = study.pair(answer("a", 10), answer("a", 10))
+    assert (same.common, same.common_by_layer, same.rank) == pytest.approx((1, 1, 1))
+    other = study.pair(answer("a", 10), answer("a", 12))
+    assert other.common == 0.5, "the second hottest are all alike: the first of them is taken"
+    assert other.halves_common == 1.0
+    assert other.rank < 0.1 < other.halves_rank
+
+
+def test_only_questions_on_one_context_are_compared() -> None:
+    answers = [answer("a", 10, about=(10,)), answer("a", 12), answer("b", 10, about=(11,))]
+    told, pairs = study.study(answers, [context("a"), context("b")])
+    assert [p.context for p in pairs] == ["a"]
+    assert told[0].about_other is not None
+    assert told[2].about_other is None
+    assert told[0].digest == told[1].digest != told[2].digest
+
+
+def test_a_context_without_a_middle_is_refused() -> None:
+    short = msgspec.structs.replace(answer("a", 4), context_tokens=160)
+    with pytest.raises(ConfigError, match="no middle"):
+        study.told(short, [], "d")
+
+
+def made_study(*answers: study.Answer) -> study.Study:
+    told, pairs = study.study(answers, [context(a.context) for a in answers])
+    fields = {"model": "m", "weights": "w", "transformers": "1", "torch": "2", "device": "cpu"}
+    return study.Study(
+        format="kvatlas.attention-study.1",
+        **fields,
+        seed=1,
+        date="2026-01-01",
+        tokens=41,
+        answers=tuple(told),
+        pairs=tuple(pairs),
+    )
+
+
+def test_scores_are_by_place_in_the_prompt() -> None:
+    scores = study.scores(made_study(answer("a", 13), answer("b", 13)))
+    even = 4 * 0.4 / BLOCKS
+    assert scores.block_tokens == 64
+    assert scores.from_start == pytest.approx((even + 0.5, even, even, even + 0.1), abs=1e-5)
+    assert scores.middle == pytest.approx(even, abs=1e-5)
+    assert scores.last == pytest.approx(even / 2, abs=1e-5), "made up only half of it"
+    assert scores.speaks_for("m") == ""
+    assert AttentionScores.decode(msgspec.json.encode(scores), "x") == scores
+
+
+# -- scores for blocks of another size ------------------------------------------------------------
+
+
+def test_larger_blocks_get_what_is_in_them() -> None:
+    scores = AttentionScores("kvatlas.attention-scores.1", "m", "attention", True, "s", 64)
+    scores = msgspec.structs.replace(scores, from_start=(8.0, 4.0, 2.0), last=3.0, middle=1.0)
+    assert scores.for_blocks(64) is scores
+    larger = scores.for_blocks(128)
+    assert (larger.from_start, larger.last, larger.middle) == ((12.0, 3.0), 4.0, 2.0)
+    smaller = scores.for_blocks(32)
+    assert smaller.from_start == (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
+    assert (smaller.last, smaller.middle) == (1.5, 0.5)
+    with pytest.raises(ConfigError, match="blocks of 64 tokens, these have 100"):
+        scores.for_blocks(100)
+    named = msgspec.structs.replace(scores, by_key={"1": 2.0})
+    with pytest.raises(ConfigError, match="these have 128"):
+        named.for_blocks(128)
+
+
+# -- contexts, and what is refused ----------------------------------------------------------------
+
+
+def test_texts_become_contexts_with_questions_about_parts(tmp_path: Path) -> None:
+    page, code = tmp_path / "page.md", tmp_path / "code.py"
+    page.write_text(
+        "\n\n".join(f"## Part {n}\n\n{'Words that fill a line. ' * 6}" for n in range(30))
+    )
+    code.write_text("\n\n\n".join(f"def f{n}() -> int:\n    return {n} + {n}" for n in range(90)))
+    made = contexts([page, code], [page, code])
+    assert [c.kind for c in made] == ["document", "code", "chat", "code chat"]
+    assert len({c.digest() for c in made}) == 4
+    for each in made:
+        said = "\n\n".join(m["content"] for m in each.messages)
+        assert len(each.questions) == 2
+        assert all(q.about and q.about in said for q in each.questions)
+        assert each.messages[0]["role"] == "user"
+
+
+BAD: list[tuple[list[str], str]] = [
+    (["--tokens", "7"], "--tokens 7"),
+    (["--context-tokens", "100000"], "--context-tokens 100000"),
+    (["--seed", "-1"], "--seed -1"),
+    (["--text", "nowhere.md"], r"nowhere\.md: no text"),
+    (["--text", "SHORT"], "too short"),
+    (["--text", "BINARY"], "no text that can be read"),
+    (["--show", "nowhere.json"], "cannot be read"),
+    (["--show", "BINARY"], "no attention study"),
+    (["--show", "SHORT"], "no attention study"),
+    (["--venv", "nowhere"], "nowhere has no vllm"),
+    (["--out", "nowhere/at/all.json"], "no directory"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), BAD)
+def test_bad_input_is_one_line(
+    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "SHORT").write_text("{}")
+    (tmp_path / "BINARY").write_bytes(b"\xff\xfe\x00" * 999)
+    given = [str(tmp_path / o) if o.isupper() else o for o in options]
+    page = tmp_path / "page.md"
+    page.write_text("Words. " * 400)
+    text = [] if "--text" in given else ["--text", str(page)]
+    assert main(["study", "attention", *given, *text]) == 2
+    complaint = capsys.readouterr().err
+    assert complaint.count("\n") == 1
+    assert re.search(told, complaint), complaint
+
+
+def test_a_study_that_is_none() -> None:
+    good: dict[str, Any] = msgspec.to_builtins(made_study(answer("a", 5)))
+    for changed in ({"format": "other"}, {"answers": 3}, {"surprise": 1}, {"seed": "x"}):
+        with pytest.raises(ConfigError, match="x: no attention study"):
+            study.Study.decode(msgspec.json.encode(good | changed), "x")
