@@ -383,6 +383,7 @@ def test_sizes_and_what_is_no_size() -> None:
     spec = parse_tiers("dram=1TB, disk=8TB,object=1.5PB,policy=gdsf")
     assert (spec.dram_bytes, spec.disk_bytes, spec.policy) == (10**12, 8 * 10**12, "gdsf")
     assert spec.object_bytes == 15 * 10**14
+    assert spec.agent.write_through == (Tier.OBJECT,)  # else nobody would ever write there
     assert size_bytes("64g") == size_bytes("64 GB") == 64 * 10**9
     assert size_bytes("123") == 123
     for text in ("", "dram", "dram=", "dram=0", "dram=-1", "dram=nan", "dram=1B", "dram=1XB"):

@@ -92,6 +92,7 @@ def parse_tiers(text: str) -> TierSpec:
         disk_bytes=values.get("disk", 0),
         object_bytes=values.get("object", 0),
         policy=policy,
+        agent=Config(write_through=(Tier.OBJECT,) if "object" in values else ()),
     )
 
 
