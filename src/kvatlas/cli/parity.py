@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import get_args
 
@@ -179,7 +180,7 @@ def show(result: Parity, console: Console) -> None:
 def show_recorded(results: list[Recorded], others: list[str], console: Console) -> None:
     """The recordings for people; ``others`` are files that were passed over."""
     table = Table(box=None, padding=(0, 1))
-    columns = ("run", "requests", "hits", "cached", "stored", "removed", "promises")
+    columns = ("run", "asked", "hits", "cached", "stored", "removed")
     for name in (*columns, "compared", "differ"):
         table.add_column(name, justify="left" if name == "run" else "right")
     for result in results:
@@ -189,7 +190,6 @@ def show_recorded(results: list[Recorded], others: list[str], console: Console) 
             result.cached_tokens,
             result.events.get("BlockStored", 0),
             result.events.get("BlockRemoved", 0),
-            result.promises,
             result.compared,
             result.different,
         )
@@ -197,25 +197,27 @@ def show_recorded(results: list[Recorded], others: list[str], console: Console) 
     console.print(table)
     for result in results:
         mode = ", async scheduling" if result.async_scheduling else ""
-        for difference in result.differences[:_SHOWN]:
-            console.print(
-                *_told(difference, f"{result.name} ({result.engine}{mode}), ", "modelled", "vLLM"),
-                sep="\n",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+        prefix = f"{result.name} ({result.engine}{mode}), "
+        for line in _told(result.differences, prefix, "modelled", "vLLM"):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     if others:
         console.print(f"passed over, no requests in it: {', '.join(others)}", markup=False)
 
 
 def _told(
-    difference: Difference, prefix: str = "", one: str = "simulated", other: str = "served"
+    differences: Sequence[Difference],
+    prefix: str = "",
+    one: str = "simulated",
+    other: str = "served",
 ) -> Iterator[str]:
-    yield f"  {prefix}{difference.where}: {difference.field}"
-    yield f"    {one:9} {difference.simulated}"
-    yield f"    {other:9} {difference.served}"
-    yield f"    likely    {difference.cause}"
+    """The first of them; a cause that several have in common is said once."""
+    shown = differences[:_SHOWN]
+    for difference, following in zip_longest(shown, shown[1:]):
+        yield f"  {prefix}{difference.where}: {difference.field}"
+        yield f"    {one:9} {difference.simulated}"
+        yield f"    {other:9} {difference.served}"
+        if following is None or following.cause != difference.cause:
+            yield f"    likely    {difference.cause}"
 
 
 def lines(result: Parity) -> Iterator[str]:
@@ -227,7 +229,6 @@ def lines(result: Parity) -> Iterator[str]:
         f"{result.output_tokens:,} made, {result.events:,} KV events"
     )
     yield f"compared {result.compared:,}: different {result.different:,}"
-    for difference in result.differences[:_SHOWN]:
-        yield from _told(difference)
+    yield from _told(result.differences)
     if result.different > _SHOWN:
         yield f"  … and {result.different - _SHOWN:,} more; --json has {len(result.differences):,}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
+from zlib import crc32
 
 import msgspec
 
@@ -197,7 +198,8 @@ def _shown(value: object) -> str:
     if isinstance(value, BlockStored):
         return (
             f"stored {len(value.hashes)} of group {value.group}, range of "
-            f"{value.range_tokens or len(value.tokens) // 4} tokens after {value.parent}"
+            f"{value.range_tokens or len(value.tokens) // 4} tokens after {value.parent} "
+            f"(crc {crc32(value.tokens):08x})"
         )
     if isinstance(value, BlockRemoved):
         return f"removed {list(value.hashes)[:4]} of group {value.group}"

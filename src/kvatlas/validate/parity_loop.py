@@ -30,44 +30,49 @@ class _Selector(selectors.DefaultSelector):
     """Asks its loop what to do when nothing is ready."""
 
     idle: Callable[[], bool] | None = None  # True: time went on, something is due
+    heard_at = 0.0  # real seconds, when something was last ready
 
     def select(self, timeout_s: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if self.idle is None:
             return super().select(timeout_s)
         found = super().select(0)
+        if found:
+            self.heard_at = time.monotonic()
         if found or timeout_s == 0 or self.idle():
             return found
         return super().select(_LOOK_S)
 
 
 class QuietLoop(asyncio.SelectorEventLoop):
-    """An ordinary loop until `go_virtual`."""
+    """An ordinary loop, whose clock begins at 0, until `go_virtual`. It never goes back."""
 
     _clock_resolution: float
 
     def __init__(self) -> None:
         self._now: float | None = None
+        self._offset_s = -time.monotonic()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._later: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
-        self._moved_at = 0.0
         self._travelling: Travelling = lambda: ""
         self._quiet_selector = _Selector()
         super().__init__(self._quiet_selector)
 
     def time(self) -> float:
         """Real before `go_virtual`, the virtual time from then on."""
-        return super().time() if self._now is None else self._now
+        return time.monotonic() + self._offset_s if self._now is None else self._now
 
     def go_virtual(self, now: float, travelling: Travelling) -> None:
-        """From here on time is virtual, and begins at ``now``."""
+        """From here on time is virtual, and goes on at ``now``, which must not be past."""
+        assert now >= self.time()
         self._travelling = travelling
         self._quiet_selector.idle = self._idle
         self._set(now)
 
     def go_real(self) -> None:
-        """Back to real time: what is due is due again by the real clock."""
+        """From here on the clock goes as the real one."""
         self._quiet_selector.idle = None
+        self._offset_s = self.time() - time.monotonic()
         self._now = None
 
     def when_quiet(self, when: float, call: Callable[..., None], *args: Any) -> None:
@@ -83,8 +88,7 @@ class QuietLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         """As every loop's."""
         handle = super().call_at(when, callback, *args, context=context)
-        if self._now is not None:
-            heapq.heappush(self._timers, (when, next(self._numbers), handle))
+        heapq.heappush(self._timers, (when, next(self._numbers), handle))
         return handle
 
     # -- inside ---------------------------------------------------------------------------------
@@ -93,14 +97,15 @@ class QuietLoop(asyncio.SelectorEventLoop):
         self._now = now
         # The base class runs what is due before time() plus this: exactly what is due now.
         self._clock_resolution = math.ulp(now)
-        self._moved_at = time.monotonic()
+        self._quiet_selector.heard_at = time.monotonic()
 
     def _idle(self) -> bool:
         what = self._travelling()
         if what:
-            if time.monotonic() - self._moved_at > STUCK_S:
-                self._quiet_selector.idle = None  # so that what runs can still be ended
-                raise EngineError(f"nothing moved for {STUCK_S:g} s at {self._now} s: {what}")
+            if time.monotonic() - self._quiet_selector.heard_at > STUCK_S:
+                at = self._now
+                self.go_real()  # so that what runs can still be ended
+                raise EngineError(f"nothing moved for {STUCK_S:g} s at {at} s: {what}")
             return False
         assert self._now is not None
         timers, later = self._timers, self._later

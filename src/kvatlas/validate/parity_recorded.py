@@ -11,6 +11,7 @@ streams agree when one renaming makes them equal.
 
 from __future__ import annotations
 
+import itertools
 import lzma
 import struct
 from collections import Counter
@@ -48,15 +49,23 @@ _HASHES = ("block_hashes", "parent_block_hash")
 
 _CAUSES = {
     "cached tokens": "the engine model kept, evicted or found other blocks than vLLM",
-    "batches": "vLLM published in other steps; with async scheduling a step's events come with the "
-    "step after",
+    "batches": "vLLM published in other steps",
     "kind": "the engine model stored where vLLM evicted, or the other way, or at another step",
     "block_hashes": "other blocks of the same range were kept or evicted",
     "parent_block_hash": "the range starts elsewhere",
     "token_ids": "another range of tokens was announced",
+    "stored blocks": "the engine model made other blocks findable",
+    "removed blocks": "the engine model took other blocks, or more, or fewer",
     "promise": "the directory lacks an event, or believes one that does not hold",
     "event": "what the directory refused: an unknown parent, group or form",
 }
+
+
+_ASYNC = (
+    "async scheduling, which the engine model does not do: vLLM schedules a step, and evicts for "
+    "it, before it announces the blocks of the step before; and it gives back what left a window "
+    "only when the step that read it is over, so that a crowd needs more blocks"
+)
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -121,7 +130,8 @@ class Recording(msgspec.Struct, frozen=True):
 
 class Recorded(msgspec.Struct):
     """One recording's result. ``promises`` of the directory could be checked for so many requests
-    (not for those of a round that saw each other's blocks). ``compared`` fields."""
+    (not for those of a round that saw each other's blocks). ``compared`` fields, of which
+    ``different`` are not equal."""
 
     name: str
     engine: str
@@ -143,8 +153,10 @@ class Recorded(msgspec.Struct):
         if modelled == real:
             return True
         self.different += 1
+        cause = _CAUSES.get(field, "vLLM's event has another form")
+        if self.async_scheduling and field not in ("promise", "event"):
+            cause = _ASYNC
         if len(self.differences) < DIFFERENCES_MAX:
-            cause = _CAUSES.get(field, "vLLM's event has another form")
             shown, real_shown = str(modelled)[:300], str(real)[:300]
             self.differences.append(Difference(where, field, shown, real_shown, cause))
         return False
@@ -283,6 +295,7 @@ def _compare_events(
         sizes, sizes_there = ([len(batch) for batch in each] for each in (ours, theirs))
         result.note("KV events", "batches", sizes, sizes_there)
         return
+    _compare_counts(result, ours, theirs)
     pairs = zip_longest(named, named_there, fillvalue=_NO_EVENTS)
     for number, (batch, batch_there) in enumerate(pairs):
         twins = zip_longest(batch, batch_there, fillvalue=_NO_EVENT)
@@ -293,6 +306,20 @@ def _compare_events(
             for field in sorted(event.keys() | twin.keys()):
                 if not result.note(where, field, event.get(field), twin.get(field)):
                     return
+
+
+def _compare_counts(
+    result: Recorded, ours: Sequence[Sequence[_Event]], theirs: Sequence[Sequence[_Event]]
+) -> None:
+    """Blocks stored and removed in all, per group."""
+    for kind, field in (("BlockStored", "stored blocks"), ("BlockRemoved", "removed blocks")):
+        counts: list[Counter[object]] = [Counter(), Counter()]
+        for count, batches in zip(counts, (ours, theirs), strict=True):
+            for event in itertools.chain.from_iterable(batches):
+                if event["type"] == kind:
+                    count[event.get("group_idx")] += len(event["block_hashes"])
+        for group in sorted(counts[0].keys() | counts[1].keys(), key=str):
+            result.note(f"group {group}", field, counts[0][group], counts[1][group])
 
 
 def _wire(payload: bytes) -> list[_Event]:

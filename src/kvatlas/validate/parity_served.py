@@ -20,6 +20,7 @@ from kvatlas.config import (
 )
 from kvatlas.connectors.stub import StubEngine
 from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
+from kvatlas.core import sequence
 from kvatlas.core.dispatch import Apply, Finished, FirstToken, Question, Sent
 from kvatlas.core.events import Event
 from kvatlas.core.records import Publisher
@@ -48,7 +49,7 @@ from kvatlas.workload.trace import TraceRequest
 
 MODEL = "parity"
 READY_S = 30.0  # real seconds for gateway and engines to find each other
-_SETTLE_S = 0.15  # after a stream of events stands: its first replay is asked for then
+_FEED = sequence.Limits(settle_s=0.05)  # sockets of one process see each other at once
 _HEADERS = [(b"content-type", b"application/json")]
 _RECORDING_BYTES_MAX = 1 << 32
 
@@ -136,7 +137,7 @@ class _Run:
             workers = [w for made in await self._start_engines(stack) for w in made]
             config = self._config(workers)
             timing = Timing(poll_s=NEVER_S, timeout_s=READY_S, describe_every_s=NEVER_S)
-            assembly = Assembly(config, timing=timing, clock=loop.time)
+            assembly = Assembly(config, timing=timing, feed_limits=_FEED, clock=loop.time)
             stack.push_async_callback(assembly.close)
             await assembly.start()
             gateway = Gateway(config.gateway, assembly.steering)
@@ -202,7 +203,7 @@ class _Run:
         try:
             async with asyncio.timeout(READY_S):
                 await self._idle(assembly, names)
-                await asyncio.sleep(_SETTLE_S)
+                await asyncio.sleep(1.2 * _FEED.settle_s)  # then the first replay is asked for
                 await self._idle(assembly, names)
         except TimeoutError:
             raise EngineError(f"the stub engines' events did not stand in {READY_S:g} s") from None
