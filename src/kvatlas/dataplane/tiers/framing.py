@@ -7,6 +7,8 @@ whatever a store did to it.
 
 from __future__ import annotations
 
+import enum
+
 from kvatlas.dataplane import records
 from kvatlas.dataplane.records import Label
 from kvatlas.dataplane.tiers.base import NAME_BYTES_MAX, Entry, Piece, checksum_of
@@ -25,11 +27,24 @@ def fit(piece: Piece) -> bool:
     return row and 0 < len(piece.name) <= NAME_BYTES_MAX and label_bytes <= LABEL_BYTES_MAX
 
 
-def pack(piece: Piece) -> bytes:
-    """What goes before a piece; its checksum is computed where it has none."""
-    checksum = piece.checksum or checksum_of(piece.view)
+def pack(piece: Piece) -> bytes | None:
+    """What goes before a piece; None where its bytes are not those of its checksum."""
+    checksum = checksum_of(piece.view)
+    if piece.checksum not in (0, checksum):
+        return None
+    piece.checksum = checksum
+    return header_of(piece)
+
+
+def header_of(piece: Piece) -> bytes:
+    """The same for bytes whose checksum is known and believed."""
     found = Entry(
-        piece.name, piece.view.nbytes, checksum, piece.index, piece.tenant, piece.fingerprint
+        piece.name,
+        piece.view.nbytes,
+        piece.checksum,
+        piece.index,
+        piece.tenant,
+        piece.fingerprint,
     )
     return records.pack(labelled(found)).ljust(HEADER_BYTES, b"\0")
 
@@ -63,23 +78,25 @@ def labelled(found: Entry) -> Label:
     )
 
 
-def right(label: Label | None, piece: Piece) -> bool:
-    """Whether this label is of what the piece asks for."""
-    return (
-        label is not None
-        and label.name == piece.name
-        and label.size_bytes == label.stored_bytes == piece.view.nbytes
-        and piece.checksum in (0, records.checksum_int(label.checksum))
-        and piece.fingerprint in (b"", label.fingerprint)
-    )
+class Verdict(enum.Enum):
+    """What a value turned out to be."""
+
+    RIGHT = enum.auto()
+    OTHER = enum.auto()  # whole, as far as one can see, and not what was asked for
+    BROKEN = enum.auto()  # not even what it says of itself: it should go
 
 
-def verify(label: Label | None, piece: Piece) -> bool:
-    """Whether the piece's bytes are what label and piece promise; puts the checksum there."""
-    if label is None or not right(label, piece):
-        return False
+def judge(label: Label | None, piece: Piece, stored_bytes: int) -> Verdict:
+    """``stored_bytes`` lie after the label; where they are as many as the piece has, they are in
+    its view. Where they are right their checksum is put into the piece."""
+    if label is None or label.name != piece.name or label.stored_bytes != stored_bytes:
+        return Verdict.BROKEN
+    if stored_bytes != piece.view.nbytes:
+        return Verdict.OTHER
     found = checksum_of(piece.view)
     if found != records.checksum_int(label.checksum):
-        return False
+        return Verdict.BROKEN
+    if piece.checksum not in (0, found) or piece.fingerprint not in (b"", label.fingerprint):
+        return Verdict.OTHER
     piece.checksum = found
-    return True
+    return Verdict.RIGHT

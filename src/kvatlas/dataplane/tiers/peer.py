@@ -27,9 +27,9 @@ import msgspec
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.records import Label
 from kvatlas.dataplane.tiers import framing
-from kvatlas.dataplane.tiers.base import Entry, Finish, Piece
+from kvatlas.dataplane.tiers.base import Entry, Finish, Piece, checksum_of
 from kvatlas.dataplane.tiers.dram import DramStore
-from kvatlas.dataplane.tiers.framing import HEADER_BYTES
+from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.dataplane.tiers.runs import Counts, Outcome, Refused, Runs
 from kvatlas.dataplane.tiers.sockets import Address, Stream
 from kvatlas.errors import ConfigError, StoreError
@@ -44,10 +44,11 @@ _SAME, _RECYCLED = b"\1", b"\0"
 
 
 class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """``names`` to read; none: the catalogue from ``start`` on."""
+    """``names`` to read; none: the catalogue from ``start`` on. ``suspect``: these came wrong."""
 
     names: list[bytes]
     start: int = 0
+    suspect: bool = False
 
 
 class PeerServer:
@@ -134,7 +135,10 @@ class PeerServer:
                 link.until = time.monotonic() + self._limits[2]
                 request = _request(link)
                 link.until = time.monotonic() + self._limits[1]
-                if request.names:
+                if request.suspect:
+                    self._look_at(request.names)
+                    link.send([_SAME])
+                elif request.names:
                     for name in request.names:
                         self._answer(link, name)
                         link.until = time.monotonic() + self._limits[1]
@@ -175,18 +179,32 @@ class PeerServer:
             label = Piece(
                 name,
                 view,
-                unit.checksum,
+                unit.checksum or checksum_of(view),
                 index=unit.index,
                 tenant=unit.tenant,
                 fingerprint=unit.fingerprint,
             )
             # sendmsg has copied all bytes when it returns: what is current then was sent whole.
-            link.send([framing.pack(label), view])
+            link.send([framing.header_of(label), view])
             same = arena.current(unit.slot)
             link.send([_SAME if same else _RECYCLED])
         finally:
             self._dram.unpin(unit.slot)
         self.counts.add("sent" if same else "recycled")
+
+    def _look_at(self, names: list[bytes]) -> None:
+        """A reader found them wrong: where they are wrong here they go, else it was the way."""
+        for name in names:
+            unit = self._dram.pin(name)
+            if unit is None:
+                continue
+            try:
+                wrong = checksum_of(self._dram.arena.view(unit.slot)) != unit.checksum
+            finally:
+                self._dram.unpin(unit.slot)
+            self.counts.add("quarantined" if unit.checksum and wrong else "suspected")
+            if unit.checksum and wrong:
+                self._dram.delete([name])
 
     def _list(self, link: Stream, start: int) -> None:
         part = islice(self._dram.scan(), start, start + NAMES_MAX)
@@ -298,6 +316,7 @@ class PeerStore:
         _ask(link, Request([piece.name for piece in outcome.open]))
         head = memoryview(bytearray(HEADER_BYTES))
         tail = memoryview(bytearray(1))
+        broken: list[bytes] = []
         for piece in list(outcome.open):
             link.fill(head)
             if head == _MISSING:
@@ -306,8 +325,7 @@ class PeerStore:
             label = framing.unpack(head)
             if label is None:  # where the next answer begins is not known any more
                 raise ValueError(f"{self._address}: an answer is garbled")
-            fits = label.size_bytes == piece.view.nbytes
-            if fits:
+            if label.size_bytes == piece.view.nbytes:
                 link.fill(piece.view)
             else:
                 link.skip(label.size_bytes)
@@ -315,10 +333,17 @@ class PeerStore:
             if tail == _RECYCLED:
                 self._runs.counts.add("recycled")
                 outcome.fail()
-            elif fits and tail == _SAME and framing.verify(label, piece):
+                continue
+            verdict = framing.judge(label, piece, label.size_bytes)
+            if tail == _SAME and verdict is Verdict.RIGHT:
                 outcome.arrive()
-            else:
-                outcome.damage()
+                continue
+            outcome.damage()
+            if verdict is Verdict.BROKEN:
+                broken.append(piece.name)
+        if broken:
+            _ask(link, Request(broken, suspect=True))
+            link.fill(tail)  # it has looked: what is wrong there is gone
 
 
 def _no_write(link: Stream, outcome: Outcome) -> None:

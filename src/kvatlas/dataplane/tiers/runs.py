@@ -39,14 +39,16 @@ class Outcome:
         self.arrived = 0
         self.failed: list[bytes] = []
         self.damaged: list[bytes] = []
+        self.why = ""  # of the last that failed
 
     def arrive(self) -> None:
         """The first open piece is where it belongs."""
         del self.open[0]
         self.arrived += 1
 
-    def fail(self) -> None:
+    def fail(self, why: str = "missing") -> None:
         """The first open piece is not there, or could not be written."""
+        self.why = why
         self.failed.append(self.open.pop(0).name)
 
     def damage(self) -> None:
@@ -105,7 +107,7 @@ class _Joint:
             self._arrived += outcome.arrived
             self._failed += outcome.failed + [piece.name for piece in outcome.open]
             self._damaged += outcome.damaged
-            self._error = self._error or error
+            self._error = self._error or error or outcome.why
             if self._left:
                 return
         none = not self._arrived and not self._damaged

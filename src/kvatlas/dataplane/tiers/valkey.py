@@ -13,7 +13,6 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import msgspec
 
@@ -21,7 +20,7 @@ from kvatlas.core.records import Tier
 from kvatlas.dataplane.records import Label
 from kvatlas.dataplane.tiers import framing
 from kvatlas.dataplane.tiers.base import Entry, Finish, Piece
-from kvatlas.dataplane.tiers.framing import HEADER_BYTES
+from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.dataplane.tiers.runs import Outcome, Refused, Runs
 from kvatlas.dataplane.tiers.sockets import Address, Stream
 from kvatlas.errors import ConfigError
@@ -96,20 +95,20 @@ class Server(Stream):
             raise ValueError(f"valkey: {line[:40]!r} is no answer")
         return [part for _ in range(int(rest)) for part in self.answer()]
 
-    def _bulk(self, size: int) -> bytes | None:
-        if size < 0:
+    def _bulk(self, size_bytes: int) -> bytes | None:
+        if size_bytes < 0:
             return None
-        if size > _ANSWER_BYTES_MAX:
-            raise ValueError(f"valkey: an answer of {size} bytes")
-        data = bytearray(size + 2)
+        if size_bytes > _ANSWER_BYTES_MAX:
+            raise ValueError(f"valkey: an answer of {size_bytes} bytes")
+        data = bytearray(size_bytes + 2)
         self.fill(memoryview(data))
-        if data[size:] != _CRLF:
+        if data[size_bytes:] != _CRLF:
             raise ValueError("valkey: an answer without an end")
-        return bytes(data[:size])
+        return bytes(data[:size_bytes])
 
-    def value(self, head: memoryview | None, target: memoryview) -> Literal["", "gone", "wrong"]:
-        """A value straight to its place: "gone" where there is none, "wrong" where it has another
-        size. Raises Refused, ValueError."""
+    def value(self, head: memoryview | None, target: memoryview) -> int:
+        """A value straight to its place, as far as it has that size; says how long it is after
+        its head, or -1 where it is not there. Raises Refused, ValueError."""
         line = self.line()
         if line[:1] == b"-":
             raise refusal(line[1:])
@@ -117,19 +116,21 @@ class Server(Stream):
             raise ValueError(f"valkey: {line[:40]!r} is no value")
         size = int(line[1:])
         if size < 0:
-            return "gone"
-        want = len(target) + (HEADER_BYTES if head is not None else 0)
-        if size != want:
-            self.skip(size + 2)
-            return "wrong"
+            return -1
         if head is not None:
-            self.fill(head)
-        self.fill(target)
+            head[:] = bytes(len(head))
+            part = head[: min(size, len(head))]
+            self.fill(part)
+            size -= len(part)
+        if size == len(target):
+            self.fill(target)
+        else:
+            self.skip(size)
         end = bytearray(2)
         self.fill(memoryview(end))
         if end != _CRLF:
             raise ValueError("valkey: a value without an end")
-        return ""
+        return size
 
 
 class ValkeyStore:
@@ -178,7 +179,7 @@ class ValkeyStore:
                     extra = self._chunks(header.size_bytes) if header else 0
                     keys += [self._key(name, i) for i in range(min(extra, 4096) + 1)]
                 for at in range(0, len(keys), SCAN_KEYS):
-                    server.ask(b"UNLINK", *keys[at : at + SCAN_KEYS])
+                    server.ask(b"DEL", *keys[at : at + SCAN_KEYS])
 
         if names:
             self._runs.call(act)
@@ -215,11 +216,15 @@ class ValkeyStore:
         answers: list[int] = []
         for piece in outcome.open:
             before = len(parts)
-            for index in range(self._chunks(piece.view.nbytes), -1, -1):
-                self._set(parts, piece, index)
+            header = framing.pack(piece)
+            for index in range(self._chunks(piece.view.nbytes), -1, -1) if header else ():
+                self._set(parts, piece, index, b"" if index else header or b"")
             answers.append((len(parts) - before) // 3)
         server.send(parts)
         for count in answers:
+            if not count:  # its bytes were wrong before they came here
+                outcome.damage()
+                continue
             refused: Refused | None = None
             for _ in range(count):
                 try:
@@ -229,13 +234,14 @@ class ValkeyStore:
             if refused is None:
                 outcome.arrive()
             else:
-                outcome.fail()
+                outcome.fail(str(refused))
                 self._runs.counts.add(f"failed_{refused.reason}")
 
-    def _set(self, parts: list[bytes | memoryview], piece: Piece, index: int) -> None:
+    def _set(
+        self, parts: list[bytes | memoryview], piece: Piece, index: int, header: bytes
+    ) -> None:
         size = self.settings.chunk_bytes
         data = piece.view[index * size : (index + 1) * size]
-        header = b"" if index else framing.pack(piece)
         ttl = int(self.settings.ttl_s * 1000)
         tail = (b"NX", b"PX", str(ttl).encode()) if ttl else (b"NX",)
         words = [b"SET", self._key(piece.name, index)]
@@ -250,19 +256,31 @@ class ValkeyStore:
             for index in range(self._chunks(piece.view.nbytes) + 1)
         ]
         server.send([b"".join(command((b"GET", key)) for key in keys)])
-        head = bytearray(HEADER_BYTES)
+        head = memoryview(bytearray(HEADER_BYTES))
         size = self.settings.chunk_bytes
+        broken: list[Piece] = []
         for piece in list(outcome.open):
-            states = set()
+            found = []
             for index in range(self._chunks(piece.view.nbytes) + 1):
                 part = piece.view[index * size : (index + 1) * size]
-                states.add(server.value(None if index else memoryview(head), part))
-            if "gone" in states:
+                found.append(server.value(None if index else head, part))
+            label = framing.unpack(head)
+            if found[0] >= 0 and label is not None and label.stored_bytes != piece.view.nbytes:
+                # Of another size: its first key tells, how many others it has is its own affair.
+                whole = found[0] == min(label.stored_bytes, size)
+                found = [label.stored_bytes if whole else 0]
+            verdict = framing.judge(label, piece, sum(found)) if min(found) >= 0 else None
+            if verdict is None:
                 outcome.fail()
-            elif "wrong" in states or not framing.verify(framing.unpack(head), piece):
-                outcome.damage()
-            else:
+            elif verdict is Verdict.RIGHT:
                 outcome.arrive()
+            else:
+                outcome.damage()
+                if verdict is Verdict.BROKEN:
+                    broken.append(piece)
+        if broken:
+            self._runs.counts.add("quarantined", len(broken))
+            server.ask(b"DEL", *(self._key(piece.name, 0) for piece in broken))
 
     def _headers(self, server: Server, names: Sequence[bytes]) -> list[Label | None]:
         end = str(HEADER_BYTES - 1).encode()

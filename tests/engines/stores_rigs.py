@@ -38,9 +38,9 @@ class Rig(Protocol):
 class ValkeyRig:
     writes = True
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *options: str) -> None:
         self._directory = directory
-        self._server: Server = start_valkey(directory)
+        self._server: Server = start_valkey(directory, *options)
         self.port = self._server.port
 
     def store(self, port: int, deadline_s: float = 10.0, lost: list[str] | None = None) -> Store:
@@ -48,7 +48,7 @@ class ValkeyRig:
         return valkey.ValkeyStore(settings, (lost if lost is not None else []).append)
 
     def put(self, name: bytes, value: bytes, stored: bytes | None = None) -> None:
-        head = framing.pack(Piece(name, memoryview(value)))
+        head = framing.pack(Piece(name, memoryview(value))) or b""
         self.ask(b"SET", b"kvatlas:v:" + name, head + (value if stored is None else stored))
 
     def ask(self, *words: bytes) -> list[bytes | int | None]:
@@ -72,9 +72,11 @@ class ValkeyRig:
 class PeerRig:
     writes = False
 
-    def __init__(self, directory: Path) -> None:
-        self.arena = Arena.create(16 << 20, directory=None)
-        self.dram = DramStore(self.arena, verify=False)
+    def __init__(
+        self, directory: Path, size_bytes: int = 16 << 20, *, verify: bool = False
+    ) -> None:
+        self.arena = Arena.create(size_bytes, directory=None)
+        self.dram = DramStore(self.arena, verify=verify)
         self.server = peer.PeerServer(self.dram, token=b"secret", send_s=1.0)
         self.port = self.server.address[1]
 

@@ -1,0 +1,104 @@
+"""The suite of all stores on those beyond the node, each with a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stores_kit import finished
+from stores_rigs import PeerRig, Rig, ValkeyRig
+from test_tiers import *  # noqa: F403  the tests themselves
+from test_tiers import CAPACITY_BYTES, Kit
+
+from kvatlas.core.records import Tier
+from kvatlas.dataplane.tiers.base import Entry, Finish, Piece, Store
+from kvatlas.dataplane.tiers.peer import PeerStore
+
+
+class Remote(Kit):
+    """What a rig serves."""
+
+    limited = False
+    lasts = True
+    tier = Tier.OBJECT
+    rig: Rig
+
+    def open(self) -> Store:
+        return self.rig.store(self.rig.port)
+
+    def damage(self, store: Any, name: bytes) -> None:
+        (size,) = (entry.size_bytes for entry in store.scan() if entry.name == name)
+        piece = Piece(name, memoryview(bytearray(size)))
+        finished(lambda done: store.read([piece], done))
+        good = bytes(piece.view)
+        store.delete([name])
+        self.rig.put(name, good, good[:-1] + bytes([good[-1] ^ 1]))
+
+    def close(self) -> None:
+        self.rig.close()
+        super().close()
+
+
+class Valkey(Remote):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.rig = ValkeyRig(directory)
+
+
+class PeerThere:
+    """A peer's dram as its own agent writes it, and as others read it."""
+
+    tier = Tier.PEER
+
+    def __init__(self, rig: PeerRig, reader: PeerStore) -> None:
+        self.rig = rig
+        self.reader = reader
+        self.transport = reader.transport
+        self.closed = False
+
+    def write(self, pieces: Sequence[Piece], done: Finish) -> None:
+        if self.closed:
+            self.reader.write(pieces, done)
+        else:
+            self.rig.dram.write(pieces, done)
+
+    def read(self, pieces: Sequence[Piece], done: Finish) -> None:
+        self.reader.read(pieces, done)
+
+    def delete(self, names: Sequence[bytes]) -> None:
+        self.rig.dram.delete(names)
+
+    def scan(self) -> Iterator[Entry]:
+        return self.reader.scan()
+
+    def close(self) -> None:
+        self.closed = True
+        self.reader.close()
+
+
+class Peer(Remote):
+    tier = Tier.PEER
+    limited = True
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.rig = PeerRig(directory, CAPACITY_BYTES, verify=True)
+
+    def open(self) -> Store:
+        reader = self.rig.store(self.rig.port)
+        assert isinstance(reader, PeerStore)
+        assert isinstance(self.rig, PeerRig)
+        return PeerThere(self.rig, reader)
+
+    def damage(self, store: Any, name: bytes) -> None:
+        assert isinstance(self.rig, PeerRig)
+        self.rig.arena.view(self.rig.dram._units[name].slot)[-1] ^= 1
+
+
+@pytest.fixture(params=(Valkey, Peer), ids=lambda kit: kit.__name__.lower())
+def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
+    made: Kit = request.param(tmp_path)
+    yield made
+    made.close()
