@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import secrets
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -99,10 +100,10 @@ class Arena:
         begin = whole(GRAIN_BYTES + words, _HUGE_BYTES)
         if directory is not None:
             remove_leftovers(directory)
-        _check_room(begin + size, directory)
-        path = None if directory is None else directory / f"{_PREFIX}{name or os.getpid()}"
         fd = _unnamed(directory)
+        path = None if directory is None else directory / f"{_PREFIX}{name or secrets.token_hex(8)}"
         try:
+            _check_room(begin + size, directory)
             os.ftruncate(fd, begin + size)
             with mmap.mmap(fd, begin + size) as memory:
                 _fill(memory)
@@ -118,6 +119,9 @@ class Arena:
         except OSError as error:
             os.close(fd)
             raise ConfigError(f"dram: no arena of {size_bytes} bytes: {error}") from error
+        except ConfigError:
+            os.close(fd)
+            raise
         return cls(fd, path=path, owned=True)
 
     @classmethod
@@ -218,8 +222,9 @@ class Slots:
 
     def give(self, slot: Slot) -> None:
         """Nobody finds it from now on. Raises StoreError when it is not taken (any more)."""
-        if self._taken.pop(slot.generation, None) != slot:
+        if self._taken.get(slot.generation) != slot:
             raise StoreError(f"{slot} was given back already, or never taken")
+        del self._taken[slot.generation]
         self.arena.mark(slot.offset, 0)
         if slot.generation in self._holds:
             self._leaving[slot.generation] = slot
@@ -342,6 +347,16 @@ def _check_room(total: int, directory: Path | None) -> None:
 
 
 def _available_bytes() -> int:
+    """Of the machine, or of the container that this runs in: shared memory counts there too."""
+    rooms = [_machine_bytes()]
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no such group, or "max": no limit
+        limit = int((group / "memory.max").read_text("ascii"))
+        rooms.append(limit - int((group / "memory.current").read_text("ascii")))
+    return min(rooms)
+
+
+def _machine_bytes() -> int:
     for line in Path("/proc/meminfo").read_text("ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -40,7 +40,7 @@ class Extents:
         self.free_bytes = 0
         self._grain = grain_bytes
         self._length: dict[int, int] = {}  # start → length
-        self._start: dict[int, int] = {}  # end → start
+        self._order: list[int] = []  # starts, sorted
         self._starts: dict[int, dict[int, None]] = {}  # length → starts
         self._lengths: list[int] = []  # those there are, sorted
         at = 0
@@ -79,22 +79,25 @@ class Extents:
         end = offset + size
         if offset < 0 or size <= 0 or offset % self._grain or end > self.size_bytes:
             raise StoreError(f"room at {offset} of {size_bytes} bytes is none of this area")
-        before = self._start.get(offset)
-        if offset in self._length or end in self._start:
+        index = bisect_left(self._order, offset)
+        before = self._order[index - 1] if index else None
+        after = self._order[index] if index < len(self._order) else None
+        if (after is not None and after < end) or (
+            before is not None and before + self._length[before] > offset
+        ):
             raise StoreError(f"room at {offset} of {size_bytes} bytes is free already")
         start = offset
-        if before is not None:
-            self._drop(before, offset - before)
+        if before is not None and before + self._length[before] == offset:
             start = before
-        after = self._length.get(end)
-        if after is not None:
-            self._drop(end, after)
-            end += after
+            self._drop(before, self._length[before])
+        if after == end:
+            end += self._length[after]
+            self._drop(after, self._length[after])
         self._put(start, end - start)
 
     def free(self) -> list[tuple[int, int]]:
         """(offset, size) of all free extents, in the order of offsets."""
-        return sorted(self._length.items())
+        return [(start, self._length[start]) for start in self._order]
 
     @property
     def largest_bytes(self) -> int:
@@ -110,7 +113,7 @@ class Extents:
         if not length:
             return
         self._length[start] = length
-        self._start[start + length] = start
+        insort(self._order, start)
         starts = self._starts.get(length)
         if starts is None:
             self._starts[length] = starts = {}
@@ -119,7 +122,8 @@ class Extents:
         self.free_bytes += length
 
     def _drop(self, start: int, length: int) -> None:
-        del self._length[start], self._start[start + length]
+        del self._length[start]
+        del self._order[bisect_left(self._order, start)]
         starts = self._starts[length]
         del starts[start]
         if not starts:

@@ -13,6 +13,7 @@ import errno
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -91,15 +92,15 @@ class DiskStore:
         segment = min(segment_bytes, capacity_bytes) // GRAIN_BYTES * GRAIN_BYTES
         self._room = Room(segment)
         self._held: dict[bytes, Held] = {}
-        self._files = files(directory)
-        try:
+        with ExitStack() as undo:
+            self._files = files(directory)
+            undo.callback(self._files.close)
             catalogue = Catalogue(directory)
+            undo.callback(catalogue.close)
             self._commits = Commits(catalogue, self._files, self.counts)
             self._counter = catalogue.epoch << 32
             self._load(catalogue, capacity_bytes // segment)
-        except BaseException:
-            self._files.close()
-            raise
+            undo.pop_all()
         self.transport = "O_DIRECT" if self._files.direct else "buffered"
         self._lock = threading.Lock()
         self._writing: dict[bytes, _Flight] = {}
