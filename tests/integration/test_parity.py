@@ -81,6 +81,7 @@ def test_both_worlds_are_equal_to_the_last_digit(layout: str, seed: int) -> None
         ("round_robin", {"max_running": 2}),
         ("least_load", {"family": "multi-turn", "closed_loop": True}),
         ("price", {"family": "agent", "closed_loop": True, "blocks": 4000, "requests": 12}),
+        ("price", {"layout": "v4", "async_scheduling": True}),
     ],
 )
 def test_so_they_are_under_every_policy_and_loop(policy: str, more: dict[str, Any]) -> None:

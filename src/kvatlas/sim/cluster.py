@@ -69,7 +69,7 @@ class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile or a ``[[device]]``, ``link`` a link profile or a ``[[link]]``: the network card of each
     node, one way; ``per_node`` engines share a node. ``blocks`` 0: what ``memory_share`` of the
     devices' memory leaves beside the weights. ``retention_tokens`` -1 keeps every window on the
-    grid.
+    grid; ``async_scheduling``: see `EngineSpec`.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=100)] = "engine"
@@ -92,6 +92,7 @@ class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting: Positive = 10_000
     context_tokens: Positive = 1 << 20
     retention_tokens: Annotated[int, msgspec.Meta(ge=-1)] = 0
+    async_scheduling: bool = False
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
     step_overhead_s: float | None = None
@@ -356,6 +357,7 @@ def _members(
         step_tokens=table.step_tokens,
         context_tokens=table.context_tokens,
         retention_tokens=None if table.retention_tokens < 0 else table.retention_tokens,
+        async_scheduling=table.async_scheduling,
         device=profile,
         devices=table.devices,
         precision=table.precision,

@@ -62,9 +62,8 @@ _CAUSES = {
 
 
 _ASYNC = (
-    "async scheduling, which the engine model does not do: vLLM schedules a step, and evicts for "
-    "it, before it announces the blocks of the step before; and it gives back what left a window "
-    "only when the step that read it is over, so that a crowd needs more blocks"
+    "async scheduling: vLLM schedules a step, and evicts for it, before the tokens of the step "
+    "before are known, so that a block of generated tokens is stored a step later than here"
 )
 
 
@@ -113,6 +112,7 @@ class Recording(msgspec.Struct, frozen=True):
             step_tokens=settings.max_num_batched_tokens,
             context_tokens=settings.max_model_len,
             retention_tokens=settings.prefix_cache_retention_interval,
+            async_scheduling=self.async_scheduling,
             prefill_tokens_per_s=1e5,
             decode_step_s=0.01,
         )

@@ -95,13 +95,15 @@ class Engine:
             layout,
             spec.blocks,
             retention=spec.retention_tokens,
-            step_tokens=spec.step_tokens,
+            step_tokens=spec.step_tokens * (1 + spec.async_scheduling),  # in flight together
             minimal=spec.minimal_loads,
             publish=publish,
         )
         self._model = model
         self._scheduler = Scheduler(spec, self.pool, connector)
-        self._leaps = Leaps(self.pool) if leap else None
+        windows = any(window for _, _, window in self.pool.geometry)
+        late = spec.async_scheduling and windows
+        self._leaps = Leaps(self.pool) if leap and not late else None
         self._step: list[Work] = []
         self._ends: list[float] = []  # of the step in flight, or of each step of a leap
         self._due: float | None = None  # when to look for work while no step is in flight

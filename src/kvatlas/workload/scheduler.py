@@ -24,13 +24,14 @@ class Request:
 
     __slots__ = (
         *("aborted", "arrive", "computed", "failed", "holding", "landed", "load_end", "loaded"),
-        *("local", "produced", "running"),
+        *("local", "produced", "running", "settled"),
     )
 
     def __init__(self, arrive: Arrive, holding: Holding) -> None:
         self.arrive = arrive
         self.holding = holding
         self.computed = 0
+        self.settled = 0  # computed tokens before its last step: windows that those needed may go
         self.produced = 0
         self.running = False
         self.aborted = False
@@ -130,15 +131,17 @@ class Scheduler:
         budget = self._spec.step_tokens
         index = 0
         running, grow, work = self.running, self._pool.grow, decided.work
+        ahead = self._spec.async_scheduling
         while index < len(running) and budget > 0:
             request = running[index]
             start = request.computed
             end = min(request.holding.size, start + budget)
-            while not grow(request.holding, start, end):
+            while not grow(request.holding, request.settled if ahead else start, end):
                 victim = running.pop()
                 self._preempt(victim, decided)
                 if victim is request:
                     return budget
+            request.settled = start
             work.append(Work(request, start, end))
             budget -= end - start
             index += 1
@@ -216,7 +219,7 @@ class Scheduler:
             self.waiting.popleft()
         request.running = True
         request.landed = False
-        request.computed = start
+        request.computed = request.settled = start
         self.running.append(request)
 
     # State from outside --------------------------------------------------------------------------

@@ -21,6 +21,10 @@ class EngineSpec(msgspec.Struct, frozen=True):
     ``max_waiting`` waiting requests are refused. ``max_held`` bounds the blocks that are kept
     from eviction while they are copied away; None: a quarter of the pool. ``minimal_loads``: what
     comes from outside lacks the blocks that no resume reads (`Component.least_blocks`).
+    ``async_scheduling``: as vLLM on GPUs, which schedules a step before the one before is over.
+    Modelled is what that changes in windows: a block is given back one step after it left (vLLM
+    0.32, `KVCacheManager.allocate_slots`: "on the processed-token basis"). Such an engine does
+    not leap.
 
     Time: either ``device`` (``devices`` of them working together in ``precision``), or the two
     measured figures ``prefill_tokens_per_s`` and ``decode_step_s``, which win where both are
@@ -39,6 +43,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     retention_tokens: int | None = 0
     max_held: int | None = None
     minimal_loads: bool = False
+    async_scheduling: bool = False
     device: Device | None = None
     devices: int = 1
     precision: str = "fp8"
