@@ -137,14 +137,12 @@ class DiskStore:
         with self._lock:
             labels = [held.label for held in self._held.values()]
         for label in labels:
-            yield Entry(
-                label.name,
-                label.size_bytes,
-                checksum_int(label.checksum),
-                label.index,
-                label.tenant,
-                label.fingerprint,
-            )
+            yield _entry_of(label)
+
+    def entry(self, name: bytes) -> Entry | None:
+        """What is said of one name."""
+        held = self._held.get(name)
+        return None if held is None else _entry_of(held.label)
 
     def has(self, names: Sequence[bytes]) -> int:
         """How many of them are held, up to the first that is not."""
@@ -445,6 +443,17 @@ class DiskStore:
 
 def _room_of(stored_bytes: int, label_bytes: int) -> int:
     return whole(stored_bytes + label_bytes)
+
+
+def _entry_of(label: Label) -> Entry:
+    return Entry(
+        label.name,
+        label.size_bytes,
+        checksum_int(label.checksum),
+        label.index,
+        label.tenant,
+        label.fingerprint,
+    )
 
 
 def _held_of(row: Row) -> Held | None:
