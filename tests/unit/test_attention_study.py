@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from kvatlas.core.policy.attention import AttentionScores
 from kvatlas.errors import ConfigError
 from kvatlas.validate import attention_study as study
 from kvatlas.validate.attention_contexts import Context, contexts
+from kvatlas.workload.attention_scores import measured_scores
+from kvatlas.workload.models import known_models
 
+KEPT = Path(__file__).parents[1] / "fixtures" / "validated" / "attention-smollm2.json"
 LOSS = study.Loss("none", 0.0, 0, 1.0, 4, 0.0, 0.0)
 BLOCKS = 30  # 4 of them the sink, 8 the recent window
 
@@ -186,6 +190,67 @@ def test_larger_blocks_get_what_is_in_them() -> None:
         named.for_blocks(128)
 
 
+# -- what is kept ---------------------------------------------------------------------------------
+
+
+def test_the_study_that_is_kept_is_consistent() -> None:
+    kept = study.Study.decode(KEPT.read_bytes(), KEPT.name)
+    assert len(kept.answers) >= 8
+    assert {"document", "code", "chat", "code chat"} == {a.kind for a in kept.answers}
+    for each in kept.answers:
+        assert each.sink + each.middle + each.recent == pytest.approx(1.0)
+        assert 0 < each.first <= each.sink
+        assert sum(each.profile) == pytest.approx(1.0, abs=1e-3)
+        for shares in (each.holding, each.holding_by_layer, each.holding_wide, each.tokens_needed):
+            assert all(0 < a <= b <= 1 for a, b in itertools.pairwise(shares))
+        assert all(s.chance < s.caught <= 1 and s.caught_by_layer <= 1 for s in each.stable)
+        assert len(each.by_layer) == 30
+        unchanged = [x for x in each.losses if x.order == "none"]
+        assert [(x.agreement, x.kl_nats) for x in unchanged] == [(1.0, 0.0)]
+        held = each.context_tokens // study.BLOCK_TOKENS
+        for loss in each.losses:
+            assert loss.blocks == round(loss.share * held)
+            assert (loss.agreement == 1.0) == (loss.first_other == kept.tokens)
+
+
+def test_the_scores_that_ship_are_those_of_the_study() -> None:
+    kept = study.Study.decode(KEPT.read_bytes(), KEPT.name)
+    assert measured_scores(kept.model.upper()) == study.scores(kept)
+    assert kept.model.lower() in known_models()
+    assert measured_scores("deepseek-v4-flash") is None
+    assert measured_scores("../scores/smollm2-135m-instruct") is None
+
+
+def test_strategies_are_compared_by_them_and_v4_stays_unknown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    prompts = [[1, 2, 3, 4], [5, 6, 7], [1, 2, 3, 4, 8], [9, 10]]
+    with trace.open("wb") as file:
+        for n, ids in enumerate(prompts):
+            line = {"timestamp": 1000 * n, "input_length": 512 * len(ids), "output_length": 5}
+            file.write(msgspec.json.encode(line | {"hash_ids": ids}) + b"\n")
+    notes = {}
+    for model in ("smollm2-135m-instruct", "deepseek-v4-flash"):
+        # All that is distinct fits but two blocks: the middle of the oldest prompt goes.
+        options = ["--capacity", "8", "--model", model, "--json"]
+        assert main(["trace", "compare", str(trace), *options]) == 0
+        rows = msgspec.json.decode(capsys.readouterr().out)["rows"]
+        (row,) = [row for row in rows if row["policy"] == "attention"]
+        notes[model] = (row["note"], row["token_hit_rate"])
+    assert notes["smollm2-135m-instruct"] == ("", 4 / 14)
+    assert notes["deepseek-v4-flash"] == ("not known: no statistics of deepseek-v4-flash", None)
+
+
+def test_an_earlier_run_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["study", "attention", "--show", str(KEPT), "--scores", str(tmp_path / "s")]) == 0
+    shown = capsys.readouterr().out
+    assert "SmolLM2-135M-Instruct" in shown
+    assert "32 steps before" in shown
+    assert "…" not in shown, "a column that does not fit"
+    assert AttentionScores.decode((tmp_path / "s").read_bytes(), "s").trained
+
+
 # -- contexts, and what is refused ----------------------------------------------------------------
 
 
@@ -212,6 +277,8 @@ BAD: list[tuple[list[str], str]] = [
     (["--text", "nowhere.md"], r"nowhere\.md: no text"),
     (["--text", "SHORT"], "too short"),
     (["--text", "BINARY"], "no text that can be read"),
+    (["--text", "PAGE"] * 33, "33 texts"),
+    (["--show", str(KEPT), "--out", "nowhere/at/all.json"], "cannot be written"),
     (["--show", "nowhere.json"], "cannot be read"),
     (["--show", "BINARY"], "no attention study"),
     (["--show", "SHORT"], "no attention study"),
@@ -226,10 +293,9 @@ def test_bad_input_is_one_line(
 ) -> None:
     (tmp_path / "SHORT").write_text("{}")
     (tmp_path / "BINARY").write_bytes(b"\xff\xfe\x00" * 999)
+    (tmp_path / "PAGE").write_text("Words. " * 400)
     given = [str(tmp_path / o) if o.isupper() else o for o in options]
-    page = tmp_path / "page.md"
-    page.write_text("Words. " * 400)
-    text = [] if "--text" in given else ["--text", str(page)]
+    text = [] if "--text" in given else ["--text", str(tmp_path / "PAGE")]
     assert main(["study", "attention", *given, *text]) == 2
     complaint = capsys.readouterr().err
     assert complaint.count("\n") == 1

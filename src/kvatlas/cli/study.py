@@ -19,6 +19,7 @@ from kvatlas.validate.attention_contexts import CHATS, TEXTS, contexts
 from kvatlas.validate.attention_study import DROPPED, TOP, Loss, Study, Told, run, scores
 
 STUDY_BYTES_MAX = 64 << 20
+CONTEXTS_MAX = 32
 _WEIGHTS = f"weights of {MODEL_PACKAGE} (Q4_1) in fp32"
 
 _EPILOG = """\
@@ -68,10 +69,10 @@ def run_attention(args: argparse.Namespace) -> int:
     found = _read(args.show) if args.show else _measured(args)
     data = msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
     if args.out:
-        args.out.write_bytes(data)
+        _write(args.out, data)
     if args.scores:
         told = msgspec.json.format(msgspec.json.encode(scores(found)), indent=2)
-        args.scores.write_bytes(told + b"\n")
+        _write(args.scores, told + b"\n")
     if args.json:
         sys.stdout.write(data.decode())
     else:
@@ -90,6 +91,13 @@ def _read(path: Path) -> Study:
     return Study.decode(data, str(path))
 
 
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
 def _measured(args: argparse.Namespace) -> Study:
     if not 8 <= args.tokens <= 1024:
         raise ConfigError(f"--tokens {args.tokens}: 8 to 1024")
@@ -99,6 +107,8 @@ def _measured(args: argparse.Namespace) -> Study:
         raise ConfigError(f"--seed {args.seed}: 0 to {(1 << 32) - 1}")
     given = args.text is not None or args.chat is not None
     wanted = contexts(args.text or (), args.chat or ()) if given else contexts(TEXTS, CHATS)
+    if len(wanted) > CONTEXTS_MAX:
+        raise ConfigError(f"{len(wanted)} texts and chats: {CONTEXTS_MAX} at most")
     for path in (args.out, args.scores):
         if path and not path.parent.is_dir():
             raise ConfigError(f"{path}: there is no directory {path.parent} to write it in")
@@ -133,7 +143,13 @@ def show(found: Study, console: Console) -> None:
 
 
 def _table(title: str, *names: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+    )
     table.add_column(names[0], no_wrap=True)
     for name in names[1:]:
         table.add_column(name, justify="right")
@@ -144,28 +160,25 @@ def _table(title: str, *names: str) -> Table:
 _WHERE: tuple[tuple[str, Callable[[Told], float]], ...] = (
     ("first", lambda t: t.first),
     ("sink", lambda t: t.sink),
-    ("middle", lambda t: t.middle),
+    ("mid", lambda t: t.middle),
     ("recent", lambda t: t.recent),
-    ("80%", lambda t: t.holding[0]),
-    ("90%", lambda t: t.holding[1]),
     ("95%", lambda t: t.holding[2]),
     ("layer", lambda t: t.holding_by_layer[2]),
-    ("tokens", lambda t: t.tokens_needed[2]),
+    ("token", lambda t: t.tokens_needed[2]),
     ("<1%", lambda t: t.noise),
 )
 
 
 def _where(answers: Sequence[Told]) -> Table:
     table = _table(
-        "where attention goes (%); the share of blocks that holds 80, 90, 95 % of it, 95 % in one "
-        "layer;\nthe share of tokens that holds 95 % in one head, and that gets < 1 % of the most",
-        *("answer", "tokens"),
+        "where attention goes (%); the share of blocks that holds 95 % of it, and in one layer; "
+        "the share of tokens that holds 95 % in one head, and that gets < 1 % of the most",
+        "answer",
         *(name for name, _ in _WHERE),
     )
     for name, each in [*((t.id, [t]) for t in answers), ("all", list(answers))]:
         cells = [100 * statistics.fmean(take(t) for t in each) for _, take in _WHERE]
-        held = statistics.fmean(t.context_tokens for t in each)
-        table.add_row(name, f"{held:.0f}", *(f"{cell:.1f}" for cell in cells))
+        table.add_row(name, *(f"{cell:.1f}" for cell in cells))
     return table
 
 
@@ -185,8 +198,8 @@ def _stability(answers: Sequence[Told]) -> Table:
 def _queries(found: Study) -> Table:
     table = _table(
         "two questions on one context: the share of hot blocks that both have (%), Spearman's rank "
-        "correlation;\nhalves: the same of the two halves of one answer",
-        *("context", "both", "halves", "1 layer: both", "halves", "chance", "rank", "halves"),
+        "correlation; halves: the same of the two halves of one answer",
+        *("context", "both", "halves", "in a layer", "halves", "chance", "rank", "halves"),
     )
     for p in found.pairs:
         cells = (p.common, p.halves_common, p.common_by_layer, p.halves_common_by_layer, p.chance)
