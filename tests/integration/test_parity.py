@@ -103,6 +103,18 @@ def test_refusals_and_preemptions_are_the_same_too(
     assert (result.engines["e-0"].preemptions > 0) is preempted
 
 
+def test_tenants_share_nothing_in_both() -> None:
+    mine = made(requests=16, blocks=4000)
+    scopes = ("", "tenant a", "ténant-β")
+    requests = tuple(
+        msgspec.structs.replace(request, scope=scopes[number % 3])
+        for number, request in enumerate(mine.requests)
+    )
+    result = parity(msgspec.structs.replace(mine, requests=requests))
+    assert told(result) == []
+    assert 0 < result.cached_tokens < parity(mine).cached_tokens
+
+
 # -- planted differences --------------------------------------------------------------------------
 
 
@@ -237,6 +249,7 @@ def test_the_command_tells_differences(
         (["--family", "random", "--time-scale", "nan"], "from 0 up"),
         (["--family", "random", "--model", "nowhere"], "nowhere"),
         (["--family", "random", "--requests", "20000"], "--limit"),
+        (["--family", "random", "--time-scale", "1e300"], "--time-scale"),
         (["--family", "random", "--model", "llama-3.1-8b", "--blocks", "99999999999"], "blocks"),
     ],
 )

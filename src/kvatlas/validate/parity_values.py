@@ -27,6 +27,7 @@ START_S = 1024.0
 #: Nobody looks after the engines meanwhile: when a poll comes is no part of a scenario.
 NEVER_S = 1e9
 REQUESTS_MAX = 10_000
+SPAN_MAX_S = 1e5  # beyond, so fine a difference between two times has no digits left
 SPACE_S = 1e-6  # at least so far apart are two arrivals: one instant has no order over sockets
 
 
@@ -129,6 +130,11 @@ def _spaced(requests: Iterator[TraceRequest], play: Play) -> Iterator[TraceReque
     last = START_S
     for number, request in enumerate(itertools.islice(requests, REQUESTS_MAX + 1)):
         last = max(START_S + request.arrival_s * play.time_scale, last + SPACE_S)
+        if last > START_S + SPAN_MAX_S:
+            raise ConfigError(
+                f"requests over more than {SPAN_MAX_S:,.0f} s: give --limit, or a --time-scale "
+                "that makes them shorter"
+            )
         think_s = request.think_s
         if think_s is not None:
             think_s = think_s * play.time_scale + SPACE_S * (number + 0.5) / REQUESTS_MAX
