@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvatlas.cli.main import main
 from kvatlas.core.policy.attention import AttentionScores
@@ -183,11 +185,37 @@ def test_larger_blocks_get_what_is_in_them() -> None:
     smaller = scores.for_blocks(32)
     assert smaller.from_start == (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
     assert (smaller.last, smaller.middle) == (1.5, 0.5)
-    with pytest.raises(ConfigError, match="blocks of 64 tokens, these have 100"):
-        scores.for_blocks(100)
-    named = msgspec.structs.replace(scores, by_key={"1": 2.0})
-    with pytest.raises(ConfigError, match="these have 128"):
-        named.for_blocks(128)
+    odd = scores.for_blocks(96)
+    assert (odd.from_start, odd.last, odd.middle) == ((10.0, 4.0), 3.5, 1.5)
+    vast = scores.for_blocks(64 << 30)
+    assert (vast.from_start, vast.middle) == ((14.0 + (1 << 30) - 3,), 1 << 30)
+
+
+@given(
+    st.lists(st.floats(0, 100), max_size=9),
+    st.floats(0, 9),
+    st.integers(1, 300),
+    st.integers(1, 300),
+)
+def test_no_attention_is_lost_or_made(
+    starts: list[float], middle: float, measured: int, wanted: int
+) -> None:
+    scores = AttentionScores("kvatlas.attention-scores.1", "m", "attention", True, "s", measured)
+    scores = msgspec.structs.replace(scores, from_start=tuple(starts), middle=middle)
+    other = scores.for_blocks(wanted)
+    covered = len(other.from_start) * wanted / measured
+    whole = sum(starts) + middle * (covered - len(starts))
+    assert sum(other.from_start) == pytest.approx(whole, abs=1e-6)
+    assert other.middle == pytest.approx(middle * wanted / measured)
+
+
+def test_what_no_blocks_of_another_size_can_have() -> None:
+    scores = AttentionScores("kvatlas.attention-scores.1", "m", "attention", True, "s", 64)
+    with pytest.raises(ConfigError, match="single blocks of 64 tokens, these have 128"):
+        msgspec.structs.replace(scores, by_key={"1": 2.0}).for_blocks(128)
+    many = msgspec.structs.replace(scores, block_tokens=1 << 16, from_start=(1.0,) * 17)
+    with pytest.raises(ConfigError, match="use larger blocks"):
+        many.for_blocks(1)
 
 
 # -- what is kept ---------------------------------------------------------------------------------

@@ -16,7 +16,10 @@ The file, JSON (`AttentionScores.decode`):
      "from_start": [9.1, 1.2],        mean score of a prompt's first, second… block
      "last": 4.0,                     of its last
      "middle": 0.3,                   of all others
-     "by_key": {"17": 2.5}}           of single blocks of one trace by hash id; may be left out
+     "by_key": {"17": 2.5}}           of single blocks of one trace, by number from 0 in the order of
+                                      their first use (not by hash id); may be left out
+
+``kvatlas study attention`` writes such a file; blocks of another size are `for_blocks`.
 
 A score is the mean share of attention (or of selections) that one block gets from the tokens after
 it, in any unit: only the order counts.
@@ -36,6 +39,7 @@ from kvatlas.errors import ConfigError
 NOT_KNOWN = "not known"
 _FORMAT = "kvatlas.attention-scores.1"
 _BLOCK_TOKENS_MAX = 1 << 16
+_FROM_START_MAX = 1 << 20
 
 
 class AttentionScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,34 +85,35 @@ class AttentionScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def for_blocks(self, block_tokens: int) -> AttentionScores:
         """The same for blocks of another size, which get the attention of all that is in them.
 
-        Raises ConfigError where neither size is a multiple of the other, and where single blocks
-        are named: those are of one size.
+        Raises ConfigError where single blocks are named, since those are of one size, and where
+        that would make more than 2^20 blocks with a score of their own.
         """
-        mine = self.block_tokens
-        if block_tokens == mine:
+        if block_tokens == self.block_tokens:
             return self
-        if self.by_key or (block_tokens % mine and mine % block_tokens):
+        if self.by_key:
             raise ConfigError(
-                f"attention scores are of blocks of {mine} tokens, these have {block_tokens}:"
-                " measure or merge (--merge) so that they agree"
+                f"attention scores are of single blocks of {self.block_tokens} tokens, these have"
+                f" {block_tokens}: measure or merge (--merge) so that they agree"
             )
-        if block_tokens > mine:
-            by = block_tokens // mine
-            starts = (*self.from_start, *(self.middle,) * (-len(self.from_start) % by))
-            return msgspec.structs.replace(
-                self,
-                block_tokens=block_tokens,
-                from_start=tuple(sum(starts[i : i + by]) for i in range(0, len(starts), by)),
-                last=self.last + (by - 1) * self.middle,
-                middle=by * self.middle,
+        by, known = block_tokens / self.block_tokens, len(self.from_start)
+        count = math.ceil(known / by)
+        if count > _FROM_START_MAX:
+            raise ConfigError(
+                f"attention scores of {count} blocks of {block_tokens} tokens: at most"
+                f" {_FROM_START_MAX} can be had: use larger blocks (--merge)"
             )
-        by = mine // block_tokens
+
+        def held(begin: float, end: float) -> float:
+            within = range(int(begin), min(known, math.ceil(end)))
+            shares = (self.from_start[j] * (min(end, j + 1) - max(begin, j)) for j in within)
+            return sum(shares) + self.middle * max(0.0, end - max(begin, known))
+
         return msgspec.structs.replace(
             self,
             block_tokens=block_tokens,
-            from_start=tuple(score / by for score in self.from_start for _ in range(by)),
-            last=self.last / by,
-            middle=self.middle / by,
+            from_start=tuple(held(i * by, (i + 1) * by) for i in range(count)),
+            last=self.last * min(1.0, by) + self.middle * max(0.0, by - 1),
+            middle=self.middle * by,
         )
 
     def of(self, key: Key, index: int, *, last: bool) -> float:
