@@ -16,8 +16,8 @@ The file, JSON (`AttentionScores.decode`):
      "from_start": [9.1, 1.2],        mean score of a prompt's first, second… block
      "last": 4.0,                     of its last
      "middle": 0.3,                   of all others
-     "by_key": {"17": 2.5}}           of single blocks of one trace, by number from 0 in the order of
-                                      their first use (not by hash id); may be left out
+     "by_key": {"17": 2.5}}           of single blocks of one trace, by number from 0 in order of
+                                      first use (not by hash id); may be left out
 
 ``kvatlas study attention`` writes such a file; blocks of another size are `for_blocks`.
 
