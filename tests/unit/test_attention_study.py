@@ -173,6 +173,12 @@ def test_scores_are_by_place_in_the_prompt() -> None:
     assert AttentionScores.decode(msgspec.json.encode(scores), "x") == scores
 
 
+def test_short_contexts_have_no_scores() -> None:
+    short = msgspec.structs.replace(made_study(answer("a", 13)).answers[0], context_tokens=256)
+    with pytest.raises(ConfigError, match="in its middle"):
+        study.scores(msgspec.structs.replace(made_study(answer("a", 13)), answers=(short,)))
+
+
 # -- scores for blocks of another size ------------------------------------------------------------
 
 
@@ -332,6 +338,18 @@ def test_bad_input_is_one_line(
 
 def test_a_study_that_is_none() -> None:
     good: dict[str, Any] = msgspec.to_builtins(made_study(answer("a", 5)))
-    for changed in ({"format": "other"}, {"answers": 3}, {"surprise": 1}, {"seed": "x"}):
+    told = good["answers"][0]
+    for changed in (
+        {"format": "other"},
+        {"answers": 3},
+        {"answers": []},
+        {"answers": [told | {"holding": [0.5]}]},
+        {"surprise": 1},
+        {"seed": "x"},
+    ):
         with pytest.raises(ConfigError, match="x: no attention study"):
             study.Study.decode(msgspec.json.encode(good | changed), "x")
+    for changed in ({"context_tokens": -40}, {"context_tokens": 1 << 40}, {"profile": []}):
+        with pytest.raises(ConfigError, match="x: a#5: its profile"):
+            study.Study.decode(msgspec.json.encode(good | {"answers": [told | changed]}), "x")
+    assert msgspec.to_builtins(study.Study.decode(msgspec.json.encode(good), "x")) == good

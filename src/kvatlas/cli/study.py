@@ -101,8 +101,8 @@ def _write(path: Path, data: bytes) -> None:
 def _measured(args: argparse.Namespace) -> Study:
     if not 8 <= args.tokens <= 1024:
         raise ConfigError(f"--tokens {args.tokens}: 8 to 1024")
-    if not 256 <= args.context_tokens <= 6144:
-        raise ConfigError(f"--context-tokens {args.context_tokens}: 256 to 6144")
+    if not 400 <= args.context_tokens <= 6144:
+        raise ConfigError(f"--context-tokens {args.context_tokens}: 400 to 6144")
     if not 0 <= args.seed < 1 << 32:
         raise ConfigError(f"--seed {args.seed}: 0 to {(1 << 32) - 1}")
     given = args.text is not None or args.chat is not None

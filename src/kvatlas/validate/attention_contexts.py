@@ -16,6 +16,7 @@ import msgspec
 from kvatlas.errors import ConfigError
 
 CHARS_MAX = 4200  # of one file: about what a context of 1,400 tokens holds
+CHARS_MIN = 2000
 FILE_BYTES_MAX = 4 << 20
 QUESTIONS = (0.35, 0.65)  # where in the text the part is that a question is about
 PART_CHARS = 300
@@ -62,8 +63,8 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: no text that can be read: {error}") from error
     text = text.strip()[:CHARS_MAX]
-    if len(text) < PART_CHARS * 4:
-        raise ConfigError(f"{path}: too short: at least {PART_CHARS * 4} characters are needed")
+    if len(text) < CHARS_MIN:
+        raise ConfigError(f"{path}: too short: at least {CHARS_MIN} characters are needed")
     return text
 
 

@@ -13,7 +13,7 @@ import statistics
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -34,6 +34,7 @@ DROPPED = (0.10, 0.25, 0.50)
 FROM_START = 4  # wide blocks that have a score of their own
 
 Masses = Sequence[float]
+Three = tuple[float, float, float]
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -108,11 +109,11 @@ class Told(msgspec.Struct, frozen=True):
     middle: float
     even_sink: float
     even_recent: float
-    holding: tuple[float, ...]
-    holding_by_layer: tuple[float, ...]
-    holding_wide: tuple[float, ...]
-    holding_middle: tuple[float, ...]
-    tokens_needed: tuple[float, ...]
+    holding: Three
+    holding_by_layer: Three
+    holding_wide: Three
+    holding_middle: Three
+    tokens_needed: Three
     noise: float
     stable: tuple[Stable, ...]
     about_own: float | None
@@ -156,16 +157,21 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int
     date: str
     tokens: int
-    answers: tuple[Told, ...]
+    answers: Annotated[tuple[Told, ...], msgspec.Meta(min_length=1)]
     pairs: tuple[Pair, ...]
 
     @classmethod
     def decode(cls, data: bytes, name: str) -> Study:
         """Raises ConfigError that names the file ``name``."""
         try:
-            return msgspec.json.decode(data, type=cls)
+            made = msgspec.json.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{name}: no attention study: {error}") from error
+        for each in made.answers:
+            held = each.context_tokens + each.question_tokens
+            if not BLOCK_TOKENS * WIDE <= held <= BLOCK_TOKENS * WIDE * len(each.profile):
+                raise ConfigError(f"{name}: {each.id}: its profile is not of {held} tokens")
+        return made
 
 
 # -- statistics -----------------------------------------------------------------------------------
@@ -318,9 +324,11 @@ def told(answer: Answer, others: Sequence[Sequence[Masses]], digest: str) -> Tol
     held = answer.context_tokens + answer.question_tokens + len(flat) / 2
     own, elsewhere = _about(answer, layers(answer.mass)), [_about(answer, x) for x in others]
 
-    def held_by(rows: Sequence[Masses]) -> tuple[float, ...]:
-        return tuple(statistics.fmean(holding(row, share) for row in rows) for share in SHARES)
+    def held_by(rows: Sequence[Masses]) -> Three:
+        eighty, ninety, most = (statistics.fmean(holding(row, x) for row in rows) for x in SHARES)
+        return eighty, ninety, most
 
+    eighty, ninety, most = mean(answer.needed)
     return Told(
         id=answer.id,
         kind=answer.kind,
@@ -337,9 +345,7 @@ def told(answer: Answer, others: Sequence[Sequence[Masses]], digest: str) -> Tol
         holding_by_layer=held_by([layer for step in answer.mass for layer in step]),
         holding_wide=held_by([wide(step) for step in flat]),
         holding_middle=held_by([_cut(step, blocks) for step in flat]),
-        tokens_needed=tuple(
-            statistics.fmean(layer[i] for layer in answer.needed) for i in range(len(SHARES))
-        ),
+        tokens_needed=(eighty, ninety, most),
         noise=statistics.fmean(answer.noise),
         stable=_stables(answer, flat),
         about_own=own[0],
@@ -396,6 +402,7 @@ def scores(found: Study) -> AttentionScores:
     """The study as the score file of `kvatlas.core.policy.attention`, in blocks of 64 tokens.
 
     The last full block of context and question is "the last"; what follows is the answer's own.
+    Raises ConfigError where the contexts are too short for a middle.
     """
     size = BLOCK_TOKENS * WIDE
     starts: list[Masses] = []
@@ -406,6 +413,10 @@ def scores(found: Study) -> AttentionScores:
         starts.append(each.profile[:FROM_START])
         lasts.append(each.profile[full - 1])
         rest += each.profile[FROM_START : full - 1]
+    if not rest:
+        raise ConfigError(
+            f"no context of {found.model}'s study has a block of {size} in its middle"
+        )
     return AttentionScores(
         format="kvatlas.attention-scores.1",
         model=found.model,
