@@ -13,8 +13,11 @@ from rich.table import Table
 from kvatlas.errors import ConfigError
 from kvatlas.sim.canaries import REGISTRY
 from kvatlas.sim.checkers import CLASSES
-from kvatlas.sim.faults import KINDS, scenario
+from kvatlas.sim.faults import KINDS
+from kvatlas.sim.faults_close import scenario
 from kvatlas.sim.faults_run import Report, SeedResult, run_seed, run_seeds
+from kvatlas.sim.planted import BUGS, reachable
+from kvatlas.sim.planted_score import row, scores
 
 SEEDS_MAX = 1_000_000
 JOBS_MAX = 256
@@ -29,8 +32,10 @@ examples:
   kvatlas sim faults --seeds 200
   kvatlas sim faults --seed 44 --verbose               # one seed again, with all that happens
   kvatlas sim faults --seeds 50 --canary resurrected   # a planted bug, which must be found
+  kvatlas sim faults --seeds 200 --canary all          # each of many, until a seed finds it
 
-exit status: 0 no violation, 1 violations were found (so too with a canary), 2 the input is at fault
+exit status: 0 no violation, 1 violations were found (so too with a canary; with all: 0 each
+was found, 1 one was not), 2 the input is at fault
 """
 
 
@@ -46,7 +51,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--seeds", type=int, default=100, metavar="N", help="how many seeds (100)")
     add("--first-seed", type=int, default=0, metavar="K", help="the first of them (0)")
     add("--seed", type=int, metavar="K", help="only this one: --seeds 1 --first-seed K")
-    add("--canary", metavar="CLASS", help="plant a bug that must be found")
+    add(
+        "--canary",
+        metavar="NAME",
+        help="plant a bug that must be found: a class, one of the list,"
+        " or all of the list, one after another",
+    )
     add("--jobs", type=int, default=2, metavar="N", help="processes (2)")
     add("--verbose", action="store_true", help="print all that happens (one seed only)")
     add("--json", action="store_true", help="print the result as JSON")
@@ -55,9 +65,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     first, count = _seeds(args)
-    if args.canary is not None and args.canary not in REGISTRY:
+    if args.canary == "all":
+        return _all(range(first, first + count), args)
+    if args.canary is not None and args.canary not in REGISTRY and args.canary not in BUGS:
         raise ConfigError(
-            f"--canary {args.canary!r}: unknown; there is: {', '.join(sorted(REGISTRY))}"
+            f"--canary {args.canary!r}: unknown; there is: {', '.join(sorted(REGISTRY))}, all,"
+            " and each bug of the list that `all` prints"
         )
     canary = args.canary or ""
     if args.verbose:
@@ -83,6 +96,22 @@ def _seeds(args: argparse.Namespace) -> tuple[int, int]:
     if not 1 <= args.jobs <= JOBS_MAX:
         raise ConfigError(f"--jobs {args.jobs}: 1 to {JOBS_MAX} are possible")
     return first, count
+
+
+def _all(seeds: range, args: argparse.Namespace) -> int:
+    """Every planted bug that such a world can reach, and what finds it; 1 where one is missed."""
+    table = Table("bug", "what is wrong", "where", "class", "seeds", "found by")
+    found = []
+    for each in scores(reachable(), seeds, args.jobs):
+        found.append(each)
+        table.add_row(*row(each))
+        if not args.json:
+            _say(f"{each.name}: {each.first or 'not found'}")
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    else:
+        Console().print(table)
+    return 0 if all(each.seeds for each in found) else 1
 
 
 def _say(line: str) -> None:

@@ -150,6 +150,9 @@ class Checkers:
             if ask is None:
                 continue
             at = produced.index + produced.count - 1
+            if at >= ask.output_tokens:
+                self.report("endings", f"{ask.id}: token {at} of {ask.output_tokens} from {source}")
+                continue
             self.tokens += 1
             if not any(
                 produced.token == self._answer(ask, layout)[at]

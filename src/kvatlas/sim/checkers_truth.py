@@ -104,11 +104,14 @@ class Witness:
         self.layout = layout
         self._report = report
         self._memory = Memory(layout)
-        self._sizes = [slot.block_tokens for slot in unroll(layout)]
+        self._slots = unroll(layout)
+        self._sizes = [slot.block_tokens for slot in self._slots]
         self._filled: dict[int, tuple[str, str, int, int, bytes]] = {}
         self._texts: dict[str, bytearray] = {}  # prompt and what was answered so far
         self._arrives: dict[str, Arrive] = {}
         self._unread: dict[str, tuple[BlockRef, ...]] = {}
+        self._users: dict[int, dict[str, BlockRef]] = {}  # block → requests that read it
+        self._done: dict[str, int] = {}  # tokens that a request has computed
 
     @property
     def active(self) -> int:
@@ -120,6 +123,9 @@ class Witness:
         self._arrives[request.id] = request
         self._texts.setdefault(request.id, bytearray(request.tokens))
         self._unread[request.id] = admitted.resumed
+        self._done[request.id] = admitted.cached_tokens
+        for ref in admitted.resumed:
+            self._users.setdefault(ref.block_id, {})[request.id] = ref
         self._memory.resume(request, admitted)
 
     def compute(self, computed: Computed, tokens: bytes) -> None:
@@ -132,8 +138,9 @@ class Witness:
                 self._blame(arrive, ref, found)
         if text[computed.start * TOKEN_BYTES : computed.end * TOKEN_BYTES] != tokens:
             self._report("wrong-bytes", f"{self.engine} computes other tokens than {id} has")
+        self._done[id] = computed.end
         for ref in computed.filled:
-            self._filled[ref.block_id] = self._place(arrive, text, ref)
+            self._take(id, ref)
         self._memory.compute(computed, tokens)
 
     def token(self, id: str, index: int) -> int:
@@ -147,7 +154,30 @@ class Witness:
         """See `Model`."""
         self._arrives.pop(id, None)
         self._unread.pop(id, None)
+        self._done.pop(id, None)
         self._memory.release(id)
+
+    def _take(self, id: str, ref: BlockRef) -> None:
+        """A block is filled: nobody else may still read something else in it."""
+        filled = self._filled[ref.block_id] = self._place(self._arrives[id], self._texts[id], ref)
+        users = self._users.get(ref.block_id, {})
+        kept = {id: ref}
+        for other, was in users.items():
+            arrive = self._arrives.get(other)
+            if arrive is None or other == id or not self._reads(was, self._done[other]):
+                continue
+            if self._place(arrive, self._texts[other], was) == filled:
+                kept[other] = was  # it resumed from what is filled in this very step
+            else:
+                self._report(
+                    "wrong-bytes", f"{self.engine}: {id} fills a block that {other} still reads"
+                )
+        self._users[ref.block_id] = kept
+
+    def _reads(self, ref: BlockRef, done: int) -> bool:
+        """Does a request that computed ``done`` tokens still attend to this block?"""
+        slot = self._slots[ref.group]
+        return slot.chain or (ref.index + 1) * slot.block_tokens > done - slot.window_tokens + 1
 
     def _place(
         self, arrive: Arrive, text: bytearray, ref: BlockRef

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from kvatlas.sim import canaries
+from kvatlas.core.dispatch import Input, Sent
+from kvatlas.core.router import Decision
+from kvatlas.sim import planted
 from kvatlas.sim.checkers import CLASSES, Checkers, Violation
 from kvatlas.sim.checkers_end import (
     check_convergence,
@@ -20,8 +22,10 @@ from kvatlas.sim.checkers_end import (
     check_promises,
     check_rest,
 )
+from kvatlas.sim.checkers_kept import check_counts, check_flights, check_kept
 from kvatlas.sim.engines import SimEngine
-from kvatlas.sim.faults import KINDS, Ask, Scenario, scenario
+from kvatlas.sim.faults import KINDS, Ask, Scenario
+from kvatlas.sim.faults_close import scenario
 from kvatlas.sim.faults_world import FaultWorld
 
 #: After healing every engine says something; so long after that all must be right again.
@@ -48,9 +52,9 @@ class SeedResult(msgspec.Struct, frozen=True):
 def run_seed(
     seed: int, *, canary: str = "", say: Callable[[str], None] | None = None
 ) -> SeedResult:
-    """Play one seed. ``canary`` plants a bug of that class; ``say`` gets the whole trace."""
+    """Play one seed. ``canary`` plants a bug, by name; ``say`` gets the whole trace."""
     plan = scenario(seed)
-    with canaries.planted(canary):
+    with planted.planted(canary):
         return _Run(plan, say).play()
 
 
@@ -130,8 +134,13 @@ class _Run:
             saw=self.checkers.saw,
             watcher=self.checkers,
             note=self.checkers.note,
-            tap=self.checkers.tap,
+            tap=self._tap,
         )
+
+    def _tap(self, now: float, event: Input, answer: Decision | None) -> None:
+        self.checkers.tap(now, event, answer)
+        if isinstance(event, Sent):
+            check_flights(self.checkers, self.world)
 
     def play(self) -> SeedResult:
         checkers, world = self.checkers, self.world
@@ -172,6 +181,8 @@ class _Run:
         check_rest(checkers, world, self.asks)
         check_promises(checkers, world, self.asks)
         check_convergence(checkers, world)
+        check_counts(checkers, world)
+        check_kept(checkers, world)
         world.restart_all()
         world.run(world.timeline.now + EMPTY_S)
         check_memory(checkers, world)

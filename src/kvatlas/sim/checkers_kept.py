@@ -1,0 +1,51 @@
+"""What the core counts and keeps: counts against what is there, memory against what is held."""
+
+from __future__ import annotations
+
+from kvatlas.core.directory import Directory
+from kvatlas.core.dispatch import Dispatcher, Join
+from kvatlas.core.router import Router
+from kvatlas.sim.checkers import Checkers
+from kvatlas.sim.checkers_end import census
+from kvatlas.sim.faults_world import FaultWorld
+
+#: Entries beyond those of a new core that heard the same: bits, the last of their kind.
+SPARE_MAX = 8
+
+
+def check_counts(checkers: Checkers, world: FaultWorld) -> None:
+    """Every count of block-holders is the number of those that are there."""
+    directory, total = world.dispatcher.directory, 0
+    for engine in world.engines.values():
+        publisher = engine.publisher
+        there = sum(1 for _ in directory.holdings(publisher))
+        total += there
+        counts = {
+            directory.holders_of(publisher),
+            sum(sum(tiers.values()) for tiers in directory.held(publisher).values()),
+        }
+        if counts != {there}:
+            checkers.report("bounds", f"{publisher}: {there} holders are counted as {counts}")
+    if directory.holders != total:
+        checkers.report("bounds", f"{total} holders are counted as {directory.holders}")
+
+
+def check_kept(checkers: Checkers, world: FaultWorld) -> None:
+    """At rest no more is kept than a new core keeps that heard the engines' whole histories."""
+    fresh = Dispatcher(Directory(world.keyring), Router(), world.keyring)
+    for engine in world.engines.values():
+        fresh.handle(Join(engine.publisher, engine.layout, engine.identity), 0.0)
+        for batch in engine.history:
+            fresh.apply(engine.publisher, batch.events)
+    kept, least = census(world.dispatcher), census(fresh)
+    if kept > least + SPARE_MAX:
+        checkers.report("bounds", f"{kept} entries are kept at rest, {least} are needed")
+
+
+def check_flights(checkers: Checkers, world: FaultWorld) -> None:
+    """After a request was sent: no more are booked than may be."""
+    booked = sum(world.dispatcher.router.in_flight().values())
+    if booked > world.scenario.in_flight_max:
+        checkers.report(
+            "bounds", f"{booked} requests are booked, {world.scenario.in_flight_max} are allowed"
+        )
