@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.cli.main import main
+from kvatlas.connectors import attention_scores
 from kvatlas.core.policy.attention import AttentionScores
 from kvatlas.errors import ConfigError
 from kvatlas.validate import attention_study as study
@@ -177,6 +178,30 @@ def test_short_contexts_have_no_scores() -> None:
     short = msgspec.structs.replace(made_study(answer("a", 13)).answers[0], context_tokens=256)
     with pytest.raises(ConfigError, match="in its middle"):
         study.scores(msgspec.structs.replace(made_study(answer("a", 13)), answers=(short,)))
+
+
+# -- what is given up, and what a question is about ------------------------------------------------
+
+
+def test_orders_know_what_they_may_know() -> None:
+    means = [[0.0, 3.0, 1.0, 2.0, 9.0], [0.0, 1.0, 2.0, 3.0, 9.0]]
+    found = attention_scores.orders(means, 0, [1, 2, 3], seed=1)
+    assert found["before"] == [1, 2, 3], "by the other question's answer"
+    assert found["hindsight"] == [2, 3, 1]
+    assert found["hottest"] == [1, 3, 2]
+    assert found["oldest"] == [1, 2, 3]
+    assert sorted(found["random"]) == [1, 2, 3]
+    assert found == attention_scores.orders(means, 0, [1, 2, 3], seed=1)
+    assert "before" not in attention_scores.orders(means[:1], 0, [1, 2, 3], seed=1)
+
+
+def test_words_are_found_in_their_blocks() -> None:
+    text = "one two three four five six seven"
+    offsets = [(m.start(), m.end()) for m in re.finditer(r"\S+", text)]
+    assert attention_scores.about(2, text, offsets, "four five") == [1, 2]
+    assert attention_scores.about(2, text, offsets, "eight") == []
+    assert attention_scores.about(2, text, offsets, "") == []
+    assert attention_scores.about(2, text, offsets[:3], "six") == [], "cut off"
 
 
 # -- scores for blocks of another size ------------------------------------------------------------
