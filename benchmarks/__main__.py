@@ -28,6 +28,7 @@ NAMES = (
     "hit_rate",
     "engine_model",
     "simulate",
+    "dataplane",
 )
 RESULTS = Path(__file__).parent / "results"
 

@@ -39,6 +39,7 @@ def test_the_contracts_hold() -> None:
         ("core/keys.py", "import kvatlas.service.steer", "imports run down the house"),
         ("service/steer.py", "import kvatlas.connectors.child", "imports run down the house"),
         ("report/table.py", "import kvatlas.workload.trace", "imports run down the house"),
+        ("dataplane/arena.py", "import kvatlas.workload.trace", "imports run down the house"),
         ("workload/pool.py", "import random", "workload models are pure"),
     ],
 )

@@ -230,12 +230,14 @@ def test_another_size_is_damage(store: Store, size_bytes: int) -> None:
     assert run(store.read, Piece(b"name", room(size_bytes))).damaged == (b"name",)
 
 
-def test_bytes_that_were_wrong_before_they_came_are_not_kept(store: Store) -> None:
+def test_bytes_that_were_wrong_before_they_came_are_not_given_out(store: Store) -> None:
     piece = value(b"name", 5000)
     piece.checksum = checksum_of(piece.view)
     piece.view[7] ^= 1
-    assert run(store.write, piece).damaged == (b"name",)
-    assert run(store.read, blank(piece)).failed == (b"name",)
+    written = run(store.write, piece)
+    assert written in (Report(), Report(damaged=(b"name",)))
+    read = run(store.read, blank(piece))
+    assert (read.failed if written.damaged else read.damaged) == (b"name",)
 
 
 @pytest.mark.parametrize("size_bytes", [1, 4096, 985_664])

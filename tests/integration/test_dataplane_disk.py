@@ -28,7 +28,16 @@ from disk_kit import (
     whole,
 )
 
+from kvatlas.core.units import Part, name_of
 from kvatlas.dataplane.codec import Codec
+from kvatlas.dataplane.records import (
+    Component,
+    ResumeRecord,
+    checksum_bytes,
+    pack,
+    record_name,
+    unpack,
+)
 from kvatlas.dataplane.tiers.base import Piece, Report
 from kvatlas.dataplane.tiers.disk import DiskStore
 from kvatlas.errors import ConfigError
@@ -139,6 +148,48 @@ def test_a_catalogue_that_cannot_be_written_to_fails_the_write(
     again.close()
 
 
+def test_a_resume_record_comes_last_and_says_what_must_be_there(rig: Rig, tmp_path: Path) -> None:
+    key = b"k" * 32
+    names = [name_of(key, part) for part in Part]
+    units = [Piece(n, content(n, size_of(n)), index=12, fingerprint=b"f" * 32) for n in names]
+    assert run(rig.store.write, *units) == Report()
+    parts = tuple(
+        Component(part, each.name, len(each.view), checksum_bytes(each.checksum))
+        for part, each in zip(Part, units, strict=True)
+    )
+    packed = pack(ResumeRecord(key, 12, parts, fingerprint=b"f" * 32))
+    seal = Piece(record_name(key), memoryview(packed), index=12, lasting=True)
+    rig.files.calls.clear()
+    assert run(rig.store.write, seal) == Report()
+    assert rig.files.calls[-1] == "sync"
+    again = rig.again(tmp_path)
+    entries = {entry.name: entry for entry in again.scan()}
+    read = Piece(record_name(key), room(entries[record_name(key)].size_bytes))
+    assert run(again.read, read) == Report()
+    record = unpack(read.view, ResumeRecord)
+    assert record.key == key
+    for each in record.components:
+        entry = entries[each.name]
+        assert (entry.size_bytes, entry.index) == (each.size_bytes, record.index)
+        assert checksum_bytes(entry.checksum) == each.checksum
+        back = Piece(each.name, room(each.size_bytes), entry.checksum, fingerprint=b"f" * 32)
+        assert run(again.read, back) == Report()
+    again.close()
+
+
+def test_a_caller_that_fails_harms_nobody_else(rig: Rig) -> None:
+    def fails(*report: Report) -> None:
+        raise ValueError("as told")
+
+    for _ in range(5):  # more than there are threads
+        rig.store.write([piece_of(b"one")], fails)
+        rig.store.read([Piece(b"none", room(5), released=fails)], fails)
+    assert run(rig.store.write, piece_of(b"two")) == Report()
+    counts = rig.store.counts.all()
+    assert 1 <= counts["done_failed"] <= 10
+    assert counts["released_failed"] >= 1
+
+
 # -- bytes change behind its back -----------------------------------------------------------------
 
 
@@ -193,8 +244,6 @@ def test_random_damage_is_always_noticed(rig: Rig) -> None:
 
 
 def disk_label(store: DiskStore, name: bytes) -> bytes:
-    from kvatlas.dataplane.records import pack
-
     return pack(store._held[name].label)
 
 

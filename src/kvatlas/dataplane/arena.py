@@ -34,7 +34,7 @@ _VERSION = 1
 _HUGE_BYTES = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; Python has no name for it
 _STRIDE_BYTES = 256 << 20  # filled at once: other threads get their turn between
-_COPY_BYTES = 128 << 10  # copied and summed while it is still in the core's cache
+_COPY_BYTES = 256 << 10  # copied and summed while it is still in the core's cache
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
@@ -58,7 +58,7 @@ class Arena:
     def __init__(self, fd: int, *, path: Path | None = None, owned: bool = False) -> None:
         """Maps ``fd``, which it closes at the end; use `create` or `open`.
 
-        Raises StoreError where this is no arena.
+        Raises StoreError where this is no arena, or there is no memory for it.
         """
         self.path = path
         self._fd = fd
@@ -68,12 +68,13 @@ class Arena:
             if total < GRAIN_BYTES:
                 raise StoreError(f"{path or 'this file'} is no arena: {total} bytes")
             self._map = mmap.mmap(fd, total)
+            _fill(self._map)
             magic, version, _, begin, size = _HEAD.unpack_from(self._map)
             if magic != _MAGIC or version != _VERSION or begin + size != total:
                 raise StoreError(f"{path or 'this file'} is no arena of this version")
         except (OSError, ValueError) as error:
             os.close(fd)
-            raise StoreError(f"{path or 'this file'} cannot be mapped: {error}") from error
+            raise StoreError(f"{path or 'the arena'} cannot be mapped: {error}") from error
         except StoreError:
             os.close(fd)
             raise
@@ -105,24 +106,27 @@ class Arena:
         try:
             _check_room(begin + size, directory)
             os.ftruncate(fd, begin + size)
-            with mmap.mmap(fd, begin + size) as memory:
-                _fill(memory)
-                _HEAD.pack_into(memory, 0, _MAGIC, _VERSION, 0, begin, size)
-            if path is not None:
-                # It gets its name only once it is locked: who finds it unlocked may remove it.
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # With a directory given Python follows the link, as linkat(2) wants it here.
-                os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
-        except FileExistsError as error:
-            os.close(fd)
-            raise ConfigError(f"dram: {path} belongs to another agent that is alive") from error
-        except OSError as error:
-            os.close(fd)
-            raise ConfigError(f"dram: no arena of {size_bytes} bytes: {error}") from error
-        except ConfigError:
+            os.pwrite(fd, _HEAD.pack(_MAGIC, _VERSION, 0, begin, size), 0)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
             os.close(fd)
             raise
-        return cls(fd, path=path, owned=True)
+        try:
+            made = cls(fd, path=path, owned=True)
+        except StoreError as error:
+            raise ConfigError(f"dram: no arena of {size_bytes} bytes: {error}") from error
+        try:
+            if path is not None:
+                # It gets its name only now that it is locked: unlocked, anybody may remove it.
+                # With a directory given Python follows the link, as linkat(2) wants it here.
+                os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+        except OSError as error:
+            made.path = None  # it is not ours to remove
+            made.close()
+            if isinstance(error, FileExistsError):
+                raise ConfigError(f"dram: {path} belongs to an agent that is alive") from error
+            raise ConfigError(f"dram: {path} cannot be made: {error}") from error
+        return made
 
     @classmethod
     def open(cls, source: int | str | Path) -> Arena:
@@ -273,36 +277,40 @@ class Slots:
 def gather(target: memoryview, parts: Iterable[memoryview], digest: Digest | None = None) -> int:
     """Copy parts one after the other to ``target``; says how many bytes. ``digest`` takes them in
     as they arrived. Raises StoreError where they do not fit."""
-    at = 0
+    at = summed = 0
     for part in parts:
-        end = at + len(part)
+        start, end = at, at + len(part)
         if end > len(target):
             raise StoreError(f"parts of more than {len(target)} bytes: they do not fit")
-        _copy(target[at:end], part, digest)
+        while digest is not None and end - summed > _COPY_BYTES:
+            cut = summed + _COPY_BYTES
+            target[at:cut] = part[at - start : cut - start]
+            digest.update(target[summed:cut])
+            at = summed = cut
+        target[at:end] = part if at == start else part[at - start :]
         at = end
+    if digest is not None:
+        digest.update(target[summed:at])
     return at
 
 
 def scatter(source: memoryview, parts: Iterable[memoryview], digest: Digest | None = None) -> int:
-    """The way back."""
-    at = 0
+    """The way back. ``digest`` takes in what was there just after it was copied."""
+    at = summed = 0
     for part in parts:
-        end = at + len(part)
+        start, end = at, at + len(part)
         if end > len(source):
             raise StoreError(f"parts of more than {len(source)} bytes: there are no more")
-        _copy(part, source[at:end], digest)
+        while digest is not None and end - summed > _COPY_BYTES:
+            cut = summed + _COPY_BYTES
+            part[at - start : cut - start] = source[at:cut]
+            digest.update(source[summed:cut])
+            at = summed = cut
+        part[at - start :] = source[at:end]
         at = end
+    if digest is not None:
+        digest.update(source[summed:at])
     return at
-
-
-def _copy(target: memoryview, source: memoryview, digest: Digest | None) -> None:
-    if digest is None:
-        target[:] = source
-        return
-    for at in range(0, len(target), _COPY_BYTES):
-        piece = target[at : at + _COPY_BYTES]
-        piece[:] = source[at : at + _COPY_BYTES]
-        digest.update(piece)
 
 
 def remove_leftovers(directory: Path = SHARED_MEMORY) -> list[Path]:
@@ -364,7 +372,7 @@ def _machine_bytes() -> int:
 
 
 def _fill(memory: mmap.mmap) -> None:
-    """Every page in memory now, huge where that is allowed."""
+    """Every page in memory and mapped here, huge where that is allowed."""
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     for start in range(0, len(memory), _STRIDE_BYTES):
@@ -375,4 +383,4 @@ def _fill(memory: mmap.mmap) -> None:
             if error.errno != 22:  # EINVAL: an old kernel; else there is no room
                 raise
             for at in range(start, start + length, GRAIN_BYTES):
-                memory[at] = 0
+                memory[at] = memory[at]

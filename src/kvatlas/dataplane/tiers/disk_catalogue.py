@@ -47,6 +47,7 @@ class Catalogue:
         self.path = directory / "catalogue.db"
         self.lost = False
         self._commits = 0
+        self._full = True
         try:
             self._db = self._open()
         except sqlite3.OperationalError as error:
@@ -89,12 +90,16 @@ class Catalogue:
     def apply(self, put: Sequence[Row], drop: Iterable[bytes], *, lasting: bool) -> None:
         """One transaction. Raises sqlite3.Error, and then nothing of it was done."""
         db = self._db
-        db.execute(f"PRAGMA synchronous={'FULL' if lasting else 'NORMAL'}")
+        if lasting is not self._full:
+            db.execute(f"PRAGMA synchronous={'FULL' if lasting else 'NORMAL'}")
+            self._full = lasting
         db.execute("BEGIN IMMEDIATE")
         try:
-            db.executemany("DELETE FROM units WHERE name = ?", ((name,) for name in drop))
-            rows = ((row.name, row.place, row.room, row.label) for row in put)
-            db.executemany("INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?)", rows)
+            for name in drop:
+                db.execute("DELETE FROM units WHERE name = ?", (name,))
+            for row in put:
+                value = (row.name, row.place, row.room, row.label)
+                db.execute("INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?)", value)
             db.execute("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):

@@ -165,7 +165,7 @@ class DramStore:
                 why = Why.INVALID
             if why is not None:
                 self.counts.add(f"{kind}_{why}")
-            let_go(piece)
+            let_go(piece, self.counts)
             ends.append((piece.name, why))
         done(report(ends))
 

@@ -69,7 +69,7 @@ class Batch:
             if self._open:
                 return True
             self.over = True
-        self._done(report(self._ends))
+        self._tell()
         return True
 
     def end(self, why: Why) -> None:
@@ -85,8 +85,14 @@ class Batch:
             for piece in left:
                 self._note(piece, why)
         for piece in idle:
-            let_go(piece)
-        self._done(report(self._ends))
+            let_go(piece, self._counts)
+        self._tell()
+
+    def _tell(self) -> None:
+        try:
+            self._done(report(self._ends))
+        except Exception:  # a fault of whoever asked must not end our threads
+            self._counts.add("done_failed")
 
     def _note(self, piece: Piece, why: Why | None) -> None:
         self._ends.append((piece.name, why))
@@ -104,10 +110,14 @@ def report(ends: Iterable[tuple[bytes, Why | None]]) -> Report:
     )
 
 
-def let_go(piece: Piece) -> None:
+def let_go(piece: Piece, counts: Counts) -> None:
     """Nothing of ours touches its view any more."""
-    if piece.released is not None:
+    if piece.released is None:
+        return
+    try:
         piece.released()
+    except Exception:  # as with ``done``
+        counts.add("released_failed")
 
 
 def check(piece: Piece) -> None:
@@ -212,7 +222,7 @@ class Workers:
                     self.counts.add("fault")
                     batch.settle(piece, Why.IO)
                 if not kept:
-                    let_go(piece)
+                    let_go(piece, self.counts)
             with self._turn:
                 self._busy -= 1
             del job, batch, piece, task  # no view is kept while there is nothing to do
