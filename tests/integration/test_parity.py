@@ -6,6 +6,7 @@ And planted differences, of every kind that is compared, must be named.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,36 @@ def test_tenants_share_nothing_in_both() -> None:
     result = parity(msgspec.structs.replace(mine, requests=requests))
     assert told(result) == []
     assert 0 < result.cached_tokens < parity(mine).cached_tokens
+
+
+def drawn(seed: int) -> Scenario:
+    """Any family, layout, pool, crowd, policy and loop."""
+    draw = random.Random(seed)
+    layout = draw.choice(list(LAYOUTS))
+    blocks = LAYOUTS[layout]["blocks"]
+    return made(
+        draw.choice(list(FAMILIES)),
+        seed,
+        policy=draw.choice(["price", "price", "round_robin", "least_load"]),
+        requests=draw.choice([10, 40, 100]),
+        time_scale=draw.choice([1.0, 0.1, 0.01, 0.0]),
+        closed_loop=draw.random() < 0.5,
+        layout=layout,
+        output=draw.choice([3, 20, 150]),
+        blocks=int(blocks * draw.choice([0.5, 1, 4, 20])),
+        count=draw.choice([1, 2, 5]),
+        max_running=draw.choice([2, 8, 256]),
+        max_waiting=draw.choice([1, 10_000]),
+        step_tokens=draw.choice([512, 2048, 8192]),
+        retention_tokens=draw.choice([0, 0, -1]),
+        async_scheduling=draw.random() < 0.3,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(60))
+def test_random_scenarios_are_equal(seed: int) -> None:
+    assert told(parity(drawn(seed))) == []
 
 
 # -- planted differences --------------------------------------------------------------------------
