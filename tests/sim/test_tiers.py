@@ -18,6 +18,7 @@ from kvatlas.sim.gateway import Inquiry, Outcome
 from kvatlas.sim.links import LinkSpec
 from kvatlas.sim.tier_node import SimNode
 from kvatlas.sim.tier_spec import TierSpec, parse_tiers, size_bytes
+from kvatlas.sim.tier_units import Kept
 from kvatlas.sim.world import World, simulate
 from kvatlas.workload.state import Memory
 
@@ -168,11 +169,53 @@ def test_wrong_bytes_would_show(model: str) -> None:
         held = stage.nodes[0].held(Tier.DRAM)
         name = next(name for name in held if name[-1] == part)
         bad = tuple(bytes(b ^ 1 for b in data) for data in held[name].data)
-        held[name] = msgspec.structs.replace(held[name], data=bad)
+        held[name] = Kept.of(held[name].unit, bad, held[name].tenant)
         stage.only("e-1")
         stage.ask("two", prompt(3))
         assert stage.outcome("two").cached_tokens
         assert stage.answers["two"] != right(prompt(3), **fields)
+
+
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.OBJECT])
+def test_a_bit_that_turned_over_is_found_and_thrown_out(tier: Tier) -> None:
+    spec = TierSpec(
+        dram_bytes=10**12, object_bytes=10**13, agent=Config(write_through=(Tier.OBJECT,))
+    )
+    stage = Stage(spec, count=1)
+    stage.ask("one", prompt(2))
+    node = stage.nodes[0]
+    if tier is Tier.OBJECT:
+        node.lose(Tier.DRAM)
+    held = node.held(tier)
+    name = next(iter(held))
+    data = bytes([held[name].data[0][0] ^ 1]) + held[name].data[0][1:]
+    broken = msgspec.structs.replace(held[name], data=(data, *held[name].data[1:]))
+    held[name] = broken
+    assert not broken.whole
+    stage.only("e-0")
+    stage.ask("two", prompt(2))
+    assert stage.outcome("two").cached_tokens == 0
+    assert stage.answers["two"] == right(prompt(2))
+    assert node.agent.counts["damaged"] == 1
+    assert held.get(name) is not broken
+    stage.only("e-0")
+    stage.ask("three", prompt(2))
+    assert stage.outcome("three").cached_tokens == 2 * TURN - 256
+    stage.at_rest()
+
+
+def test_what_a_full_store_pushed_out_is_promised_no_more() -> None:
+    through = Config(write_through=(Tier.OBJECT,))
+    spec = TierSpec(dram_bytes=10**12, object_bytes=3 * (POINT + 8 * BODY), agent=through)
+    stage = Stage(spec, per_node=1)
+    for seed in range(1, 5):
+        stage.ask(str(seed), prompt(1, seed=seed))
+    store = stage.world.tiers and stage.world.tiers.store
+    assert store
+    assert store.used_bytes == sum(kept.unit.size_bytes for kept in store.held.values())
+    believed = stage.world.dispatcher.directory.shelves.names(stage.nodes[0].publisher)
+    assert believed[Tier.OBJECT] == set(store.held)
+    stage.at_rest()
 
 
 def test_an_engine_restarts_and_dram_is_still_there() -> None:

@@ -11,6 +11,7 @@ from agent_kit import FP, GRID, Driver, chain_layout, content, keys_of, ledger, 
 
 from kvatlas.core.agent import Agent
 from kvatlas.core.agent_values import (
+    Announce,
     Attach,
     Cancel,
     Config,
@@ -36,6 +37,7 @@ from kvatlas.core.agent_values import (
     Stop,
     Told,
 )
+from kvatlas.core.events import UnitsGone
 from kvatlas.core.layout import plain
 from kvatlas.core.policy.checkpoints import ENDS_AND_JUNCTIONS, PROMPT_END
 from kvatlas.core.policy.lru import Lru
@@ -457,6 +459,19 @@ def test_what_others_hold_is_read_from_there_until_it_fails() -> None:
     assert {source.tier for source in node.offer(keys).sources} == {Tier.DRAM}
     node.do(Lose(Tier.OBJECT))
     assert node.offer(keys).tokens == 3 * GRID
+
+
+def test_what_others_say_is_gone_from_a_store_is_passed_on_once() -> None:
+    """Nobody would try to load it any more, and so find out, for the directory."""
+    node = Driver(layout=window_layout())
+    node.attach()
+    keys = keys_of(1, 3)
+    units = [Unit(k, Part.BODY, i, 100) for i, k in enumerate(keys)]
+    node.do(Told(Tier.OBJECT, tuple(units)))
+    gone = Told(Tier.OBJECT, gone=(units[1].name,))
+    (said,) = [e for e in node.agent.handle(gone, node.now) if isinstance(e, Announce)]
+    assert said.events == (UnitsGone(Tier.OBJECT, (keys[1],), ()),)
+    assert not node.agent.handle(gone, node.now)
 
 
 def test_a_smaller_tier_empties_downwards() -> None:

@@ -8,6 +8,7 @@ from kvatlas.core.cost import EngineCost, Line, PoolCost
 from kvatlas.core.layout import Group, Layout, plain
 from kvatlas.core.records import Publisher, Resume, Tier
 from kvatlas.core.router import Ask, Decision, Params, Router
+from kvatlas.workload.models import load_layout
 
 FP = b"\1" * 32
 BLOCK = 50
@@ -61,6 +62,24 @@ def test_tiers_are_priced_nearest_first() -> None:
     both = made.peek(ask(1, 2050, keys("p", 40), (dram, hbm)), 0.0)
     assert [p.publisher.worker for p in both.plans] == ["w2", "w1", "w0"]
     assert layout.resume_bytes(2000) == 0
+
+
+def test_a_load_that_is_dearer_than_computing_is_neither_priced_nor_promised() -> None:
+    sized = load_layout("llama-3.1-70b", engine="vllm")
+    made = Router(Params(prefill_tokens_per_s=1e6))  # computes a block sooner than a disk reads it
+    for i in range(2):
+        made.add(Publisher(f"w{i}"), sized, FP)
+    held = Resume(Publisher("w1"), 4000, 4000, (800, 0, 3200))
+    (first, second) = made.peek(Ask("1", 4016, {FP: keys("p", 250)}, (held,)), 0.0).plans
+    assert first.publisher.worker == "w1"  # for what is in hbm
+    assert (first.resume_tokens, first.tier_tokens, first.price.load_s) == (800, (800,), 0.0)
+    assert first.chain_tokens == 4000
+    assert first.price.recompute_s < second.price.recompute_s
+    slow = Router(Params(prefill_tokens_per_s=1e3))
+    slow.add(Publisher("w1"), sized, FP)
+    (plan,) = slow.peek(Ask("1", 4016, {FP: keys("p", 250)}, (held,)), 0.0).plans
+    assert (plan.resume_tokens, plan.tier_tokens) == (4000, (800, 0, 3200))
+    assert 0 < plan.price.load_s < 4.0
 
 
 def test_a_burst_on_one_new_prefix_is_computed_on_two_engines() -> None:

@@ -312,7 +312,7 @@ class Ends:
                 for unit in units:
                     node.inventory.know(tier, unit.name, at, ours=False)
                 for name in gone:
-                    node.inventory.unknow(tier, name, at, ours=False)
+                    node.inventory.unknow(tier, name, at, ours=True)
             case Lose(_, at) if own:
                 self._lose(tier)
             case Lose(_, at) if tier in node.inventory.known:

@@ -252,14 +252,20 @@ class Router:
     ) -> Plan:
         held = resume.tokens if resume else 0
         tiers = resume.tier_tokens if resume else ()
-        start = max(held, expected)
         cost = engine.cost
         tokens = max(ask.prompt_tokens, 0)
-        recompute = cost.recompute_s(min(start, tokens), tokens)
+        recompute = cost.recompute_s(min(max(held, expected), tokens), tokens)
+        load_s = cost.load_s(tiers) if len(tiers) > 1 else 0.0
+        if load_s:
+            # A node does not load what is sooner computed: nor is it promised.
+            own = tiers[Tier.HBM]
+            all_s = cost.recompute_s(min(max(own, expected), tokens), tokens)
+            if all_s <= load_s + recompute:
+                held, tiers, load_s, recompute = own, (own,), 0.0, all_s
         load = engine.load()
         price = Price(
             wait_s=max(0.0, engine.free_at - now),
-            load_s=cost.load_s(tiers) if len(tiers) > 1 else 0.0,
+            load_s=load_s,
             recompute_s=recompute,
             crowd_s=cost.crowd_s(load),
             charge_s=CHARGE * recompute,
@@ -267,7 +273,7 @@ class Router:
         return Plan(
             publisher=engine.publisher,
             resume_tokens=held,
-            expected_tokens=start,
+            expected_tokens=max(held, expected),
             chain_tokens=resume.chain_tokens if resume else 0,
             tier_tokens=tiers,
             in_flight=load,

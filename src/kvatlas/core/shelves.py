@@ -16,7 +16,7 @@ from kvatlas.core.claims import Applied
 from kvatlas.core.events import UnitsGone, UnitsHeld
 from kvatlas.core.lanes import Pool
 from kvatlas.core.records import Publisher, Resume, Tier
-from kvatlas.core.units import Part
+from kvatlas.core.units import Part, name_of
 
 _OWN = (Tier.DRAM, Tier.DISK)
 
@@ -156,6 +156,15 @@ class Shelves:
             s.tier: (len(s.keys[Part.BODY]), len(s.keys[Part.POINT]))
             for s in shelves
             if s is not None and len(s)
+        }
+
+    def names(self, agent: Publisher) -> dict[Tier, set[bytes]]:
+        """The same by the names of the units (for inspection and tests)."""
+        house = self._houses[agent]
+        return {
+            shelf.tier: {name_of(key, part) for part in Part for key in shelf.keys[part]}
+            for shelf in (*house.own.values(), house.store)
+            if shelf is not None
         }
 
     def digest(self) -> bytes:

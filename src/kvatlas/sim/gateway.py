@@ -117,8 +117,8 @@ class Gateway:
         return len(self._flights)
 
     def feed(self, engine: str) -> Feed:
-        """The event stream of one engine (read-outs). Raises KeyError for an unknown name."""
-        return self._workers[engine].feed
+        """The event stream of one engine or agent (read-outs). Raises KeyError for others."""
+        return self._agents[engine] if engine in self._agents else self._workers[engine].feed
 
     def add_engine(
         self, publisher: Publisher, layout: Layout, fingerprint: bytes, *, role: str = "combined"

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from kvatlas.core import agent_values as words
 from kvatlas.core.agent import Agent
-from kvatlas.core.events import UnitsGone, UnitsHeld
+from kvatlas.core.events import Batch, Event, UnitsGone, UnitsHeld
 from kvatlas.core.ledger import Ledger
 from kvatlas.core.ledger_values import Limits
 from kvatlas.core.policy.registry import make_policy
 from kvatlas.core.records import Publisher, Tier
-from kvatlas.core.units import Part, Unit
+from kvatlas.core.units import Part, Unit, name_of
 from kvatlas.sim.engines import GATEWAY, EventLog
 from kvatlas.sim.links import Flow, LinkSpec
 from kvatlas.sim.messages import AskReplay, Events, Message, Pulse, Replayed, Subscribed
@@ -52,6 +52,7 @@ class SimNode:
         self._log = EventLog()
         self._moves: dict[int, Move] = {}
         self._timer: Timer | None = None
+        self.found_damaged: dict[int, Kept] = {}  # by identity: read-outs
         self.start()
 
     # -- the process ----------------------------------------------------------------------------
@@ -78,8 +79,7 @@ class SimNode:
             self.agent = self._new_agent()
             self._log = EventLog()
         self._tiers.network.attach(self.publisher.worker, self._receive)
-        self._send(Pulse(0, self.life, 0))
-        self._send(Subscribed())
+        self.connect()
         for side in self.sides.values():
             side.attach()
         self._own.get(Tier.DRAM, {}).clear()  # nobody knows any more what lies where
@@ -90,6 +90,22 @@ class SimNode:
             self.tell(words.Found(Tier.DISK, tuple(units), tuple(self._sealed), tenant))
         if self._tiers.store is not None:
             self.tell(words.Told(Tier.OBJECT, self._tiers.store.catalogue()))
+
+    def connect(self) -> None:
+        """Say which life this is, over a new connection."""
+        if self.up:
+            self._send(Pulse(0, self.life, 0))
+            self._send(Subscribed())
+
+    @property
+    def history(self) -> list[Batch]:
+        """What the present agent announced, and would replay."""
+        return self._log.since(0)
+
+    @property
+    def moving(self) -> int:
+        """Operations of the present agent that are on their way."""
+        return len(self._moves)
 
     def stop(self) -> None:
         """The agent dies: whatever it moved is over, and nobody answers for its tiers."""
@@ -118,11 +134,21 @@ class SimNode:
             self._sealed.clear()
         self.tell(words.Lose(tier))
 
+    def has(self, tier: Tier) -> bool:
+        """Is that a tier of its own?"""
+        return tier in self._own
+
     def held(self, tier: Tier) -> dict[bytes, Kept]:
         """Units in one of its tiers, or in the store, by name (read-outs, faults)."""
         if tier is Tier.OBJECT:
             return self._tiers.store.held if self._tiers.store is not None else {}
         return self._own.get(tier, {})
+
+    def is_sealed(self, tier: Tier, name: bytes) -> bool:
+        """Is the record of this point written? Those of dram are the agent's own memory."""
+        store = self._tiers.store
+        sealed = store.sealed if tier is Tier.OBJECT and store is not None else self._sealed
+        return tier is Tier.DRAM or name[:-1] in sealed
 
     def use(self) -> AgentUse:
         """What its present agent did, for the report."""
@@ -145,8 +171,7 @@ class SimNode:
         for effect in effects:
             match effect:
                 case words.Announce(events):
-                    batch = self._log.publish(events, self._tiers.timeline.now)
-                    self._send(Events(batch))
+                    self.announce(events)
                     for event in events:
                         if isinstance(event, UnitsHeld | UnitsGone):
                             self._tiers.gossip(self, event)
@@ -172,6 +197,13 @@ class SimNode:
                     pass
         self._arm()
 
+    def announce(self, events: tuple[Event, ...]) -> None:
+        """Send what the directory has to know; nothing at all: a sign of life."""
+        batch = self._log.publish(events, self._tiers.timeline.now)
+        if self._tiers.published is not None:
+            self._tiers.published(self, batch)
+        self._send(Events(batch))
+
     def done(self, move: Move, event: words.Done) -> None:
         """A move is over: the agent hears of it when the effects at hand are performed."""
         if self._moves.pop(event.op, None) is move:
@@ -194,11 +226,12 @@ class SimNode:
             tiers.timeline.after(tiers.spec.message_s, node.tell, told)
 
     def sealed(self, tier: Tier, keys: Sequence[bytes]) -> None:
-        """Records are written."""
+        """Records are written, of what is still there."""
         if tier is Tier.DISK:
-            self._sealed.update(keys)
+            held = self._own[tier]
+            self._sealed.update(key for key in keys if name_of(key, Part.POINT) in held)
         elif self._tiers.store is not None:
-            self._tiers.store.sealed.update(keys)
+            self._tiers.store.seal(keys)
 
     def _arm(self) -> None:
         due = self.agent.next_deadline()
@@ -319,20 +352,31 @@ class Move:
         effect = self.effect
         bad: dict[str, list[bytes]] = {"failed": [], "damaged": []}
         if not error and isinstance(effect, words.Seal):
+            names = [name_of(key, Part.POINT) for key in effect.keys]
+            bad["failed"] = [name for name in names if name not in self._node.held(effect.tier)]
             self._node.sealed(effect.tier, effect.keys)
         elif not error:
             for unit, kept in self._units():
-                verdict = "" if kept is not None else "failed"
+                verdict = "failed" if kept is None else "" if kept.whole else "damaged"
                 if not verdict and self._tiers.verdict is not None:
                     verdict = self._tiers.verdict(self._node.name, effect, unit)
                 if verdict:
                     bad[verdict].append(unit.name)
+                    if kept is not None and not kept.whole:
+                        self._found_damaged(unit, kept)
                 elif kept is not None:
                     self._deliver(kept)
         if self._release is not None:
             self._release()
         done = words.Done(effect.op, tuple(bad["failed"]), tuple(bad["damaged"]), error)
         self._node.done(self, done)
+
+    def _found_damaged(self, unit: Unit, kept: Kept) -> None:
+        """A store throws out what it finds damaged; of its own tiers the agent decides."""
+        self._node.found_damaged[id(kept)] = kept
+        store = self._tiers.store
+        if store is not None and store.held.get(unit.name) is kept:
+            store.discard(unit.name)
 
     def _units(self) -> list[tuple[Unit, Kept | None]]:
         """What should have arrived, as it is where it came from."""

@@ -13,7 +13,7 @@ from kvatlas.core.units import Part
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.messages import Message, Submit
 from kvatlas.sim.tier_node import SimNode
-from kvatlas.sim.tier_units import Blocks, Kept, Request
+from kvatlas.sim.tier_units import Blocks, Bytes, Kept, Request
 from kvatlas.workload.protocol import (
     Admitted,
     Arrive,
@@ -27,7 +27,6 @@ from kvatlas.workload.protocol import (
     Produced,
     Release,
 )
-from kvatlas.workload.state import Memory
 
 if TYPE_CHECKING:
     from kvatlas.sim.tiers import Tiers
@@ -176,9 +175,14 @@ class TierSide:
             if place in blocks:
                 memory.write(blocks[place], each)
 
-    def _memory(self) -> Memory | None:
+    @property
+    def waiting(self) -> int:
+        """Loads and answers about blocks that are still to come."""
+        return len(self._loads) + len(self._holds)
+
+    def _memory(self) -> Bytes | None:
         model = self._engine.model._model
-        return model if isinstance(model, Memory) else None
+        return model if isinstance(model, Bytes) else None
 
     def loaded_from(self, id: str) -> dict[Tier, int]:
         """Tokens of a request's load by the tier that they came from."""
@@ -236,7 +240,7 @@ class TierSide:
                 data = (
                     tuple(memory.read(ref.block_id) for ref in refs) if memory is not None else ()
                 )
-                have[unit.name] = Kept(unit, data, request.submit.salt)
+                have[unit.name] = Kept.of(unit, data, request.submit.salt)
         release = Release(blocks)
         self._tiers.timeline.after(
             0.0, then, have, lambda: self._tiers.timeline.after(0.0, self._tell, release)

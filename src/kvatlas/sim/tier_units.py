@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -21,11 +23,37 @@ _TYPICAL_TOKENS = 8192
 
 class Kept(msgspec.Struct, frozen=True):
     """A unit as it lies in a tier. ``data`` are its blocks' bytes, empty where engines compute
-    nothing."""
+    nothing; ``check`` is their checksum, as it was when they were saved."""
 
     unit: Unit
     data: tuple[bytes, ...]
     tenant: str = ""
+    check: int = 0
+
+    @classmethod
+    def of(cls, unit: Unit, data: tuple[bytes, ...], tenant: str) -> Kept:
+        """One that is whole."""
+        return cls(unit, data, tenant, _sum(data))
+
+    @property
+    def whole(self) -> bool:
+        """Are these the bytes that were saved?"""
+        return _sum(self.data) == self.check
+
+
+def _sum(data: tuple[bytes, ...]) -> int:
+    return zlib.crc32(b"".join(data)) if data else 0
+
+
+@runtime_checkable
+class Bytes(Protocol):
+    """A model whose blocks' bytes can be read and written: `workload.state.Memory` is one."""
+
+    def read(self, block_id: int) -> bytes:
+        """A block's bytes."""
+
+    def write(self, block_id: int, data: bytes) -> None:
+        """Fill a block from outside."""
 
 
 class AgentUse(msgspec.Struct, frozen=True):

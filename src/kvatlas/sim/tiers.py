@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvatlas.core import agent_values as words
-from kvatlas.core.events import UnitsGone, UnitsHeld
+from kvatlas.core.events import Batch, UnitsGone, UnitsHeld
 from kvatlas.core.keys import Keyring
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Part, Unit, name_of
@@ -40,17 +40,27 @@ class Store:
         """Write one; returns the names of what had to go."""
         unit = kept.unit
         if unit.name in self.held:
+            self.held[unit.name] = kept
             return []
         self.held[unit.name] = kept
         self.used_bytes += unit.size_bytes
         gone = []
         while self.used_bytes > self.capacity_bytes:
-            name, old = self.held.popitem(last=False)
+            gone.append(next(iter(self.held)))
+            self.discard(gone[-1])
+        return gone
+
+    def discard(self, name: bytes) -> None:
+        """One goes."""
+        old = self.held.pop(name, None)
+        if old is not None:
             self.used_bytes -= old.unit.size_bytes
             if old.unit.part is Part.POINT:
                 self.sealed.discard(old.unit.key)
-            gone.append(name)
-        return gone
+
+    def seal(self, keys: Sequence[bytes]) -> None:
+        """Records of points are written; of what had to go meanwhile there is none."""
+        self.sealed.update(key for key in keys if name_of(key, Part.POINT) in self.held)
 
     def clear(self) -> None:
         """It lost everything (its index, after a restart)."""
@@ -84,6 +94,7 @@ class Tiers:
         self.keyring = keyring
         self.fingerprint = fingerprint
         self.verdict: Verdict | None = None  # faults
+        self.published: Callable[[SimNode, Batch], None] | None = None  # who wants to know
         self.store = Store(spec.object_bytes) if spec.object_bytes else None
         self.nodes: dict[str, SimNode] = {}
         self._node_of: dict[str, str] = {}
