@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 from stores_kit import finished
-from stores_rigs import PeerRig, Rig, ValkeyRig
+from stores_rigs import (
+    MooncakeRig,
+    PeerRig,
+    Rig,
+    S3Rig,
+    ValkeyRig,
+    mooncake_package,
+    s3_packages,
+)
 from test_tiers import *  # noqa: F403  the tests themselves
 from test_tiers import CAPACITY_BYTES, Kit
 
@@ -97,7 +105,30 @@ class Peer(Remote):
         self.rig.arena.view(self.rig.dram._units[name].slot)[-1] ^= 1
 
 
-@pytest.fixture(params=(Valkey, Peer), ids=lambda kit: kit.__name__.lower())
+class Mooncake(Remote):
+    tells = False  # sizes only
+
+    def __init__(self, directory: Path) -> None:
+        if not mooncake_package():
+            pytest.skip("mooncake-transfer-engine-non-cuda is not installed: make engines")
+        super().__init__(directory)
+        self.rig = MooncakeRig(directory)
+
+
+class S3(Remote):
+    tells = False  # sizes only
+
+    def __init__(self, directory: Path) -> None:
+        if not s3_packages():
+            pytest.skip("obstore or moto is not installed: make engines")
+        super().__init__(directory)
+        self.rig = S3Rig(directory)
+
+
+KITS = (Valkey, Peer, *(pytest.param(kit, marks=pytest.mark.engine) for kit in (Mooncake, S3)))
+
+
+@pytest.fixture(params=KITS, ids=lambda kit: kit.__name__.lower())
 def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
     made: Kit = request.param(tmp_path)
     yield made

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from stores_kit import Server, finished, start_valkey
+from stores_kit import Server, finished, start_valkey, wait_until
 
+from kvatlas.connectors.child import free_ports
 from kvatlas.dataplane.arena import Arena
-from kvatlas.dataplane.tiers import framing, peer, valkey
+from kvatlas.dataplane.tiers import framing, mooncake, peer, s3, valkey
 from kvatlas.dataplane.tiers.base import Piece, Store, checksum_of
 from kvatlas.dataplane.tiers.dram import DramStore
 from kvatlas.dataplane.tiers.sockets import Address
@@ -107,3 +111,134 @@ def _soon() -> float:
 
 
 RIGS: dict[str, Callable[[Path], Rig]] = {"valkey": ValkeyRig, "peer": PeerRig}
+
+
+SEGMENT = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", 64 << 20, 16 << 20, "tcp", "", sys.argv[1])
+print("setup", code, flush=True)
+time.sleep(3600 if code == 0 else 0)
+"""
+
+
+class MooncakeRig:
+    """A master and a process that gives memory; stores of ours are clients only."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.port, self._admin = free_ports(2)
+        self.arena = Arena.create(16 << 20, directory=None)
+        self._start()
+
+    def _start(self) -> None:
+        package = Path(mooncake_package())
+        argv = [str(package / "mooncake_master"), "--rpc_port", str(self.port)]
+        argv += ["--metrics_port", str(self._admin)]
+        self.master = Server(argv, self.port, self._directory / "master.log")
+        log = self._directory / "segment.log"
+        with log.open("wb") as out:
+            self.segment = subprocess.Popen(
+                [sys.executable, "-c", SEGMENT, f"127.0.0.1:{self.port}"], stdout=out, stderr=out
+            )
+        wait_until(lambda: b"setup" in log.read_bytes() or self.segment.poll() is not None)
+        assert b"setup 0" in log.read_bytes(), log.read_text("utf-8", "replace")[-2000:]
+
+    def store(self, port: int, deadline_s: float = 10.0, lost: list[str] | None = None) -> Store:
+        settings = mooncake.Settings(
+            master=f"127.0.0.1:{port}",
+            admin_url=f"http://127.0.0.1:{self._admin}",
+            deadline_s=deadline_s,
+        )
+        told = (lost if lost is not None else []).append
+        return mooncake.MooncakeStore(settings, [self.arena._slots], told)
+
+    def put(self, name: bytes, value: bytes, stored: bytes | None = None) -> None:
+        head = framing.pack(Piece(name, memoryview(value))) or b""
+        store = self.store(self.port)
+        assert isinstance(store, mooncake.MooncakeStore)
+        assert store._ready.wait(10)
+        data = head + (value if stored is None else stored)
+        assert store._client.put(store._key(name), data) == 0
+        store.close()
+
+    def kill(self) -> None:
+        for process in (self.segment, self.master.process):
+            process.kill()
+            process.wait()
+
+    def restart(self) -> None:
+        self.kill()
+        self._start()
+
+    def close(self) -> None:
+        self.kill()
+        self.arena.close()
+
+
+def mooncake_package() -> str:
+    """Where it is installed; "" where it is not. Importing it loads much."""
+    found = importlib.util.find_spec("mooncake")
+    return "" if found is None or not found.origin else str(Path(found.origin).parent)
+
+
+class S3Rig:
+    """Moto's server, by HTTP."""
+
+    writes = True
+    bucket = "kvatlas-test"
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.port = free_ports(1)[0]
+        self._start()
+
+    def _start(self) -> None:
+        argv = [sys.executable, "-m", "moto.server", "-p", str(self.port)]
+        self._server = Server(argv, self.port, self._directory / "s3.log")
+        self.client().create_bucket(Bucket=self.bucket)
+
+    def client(self) -> Any:
+        import boto3
+
+        return boto3.client(
+            "s3",
+            endpoint_url=f"http://127.0.0.1:{self.port}",
+            aws_access_key_id="key",
+            aws_secret_access_key="secret",
+            region_name="us-east-1",
+        )
+
+    def store(self, port: int, deadline_s: float = 10.0, lost: list[str] | None = None) -> Store:
+        settings = s3.Settings(
+            self.bucket,
+            f"http://127.0.0.1:{port}",
+            access_key="key",
+            secret_key="secret",
+            retries=0,
+            threads=4,
+            queue_max=1024,
+            deadline_s=deadline_s,
+        )
+        return s3.S3Store(settings)
+
+    def put(self, name: bytes, value: bytes, stored: bytes | None = None) -> None:
+        head = framing.pack(Piece(name, memoryview(value))) or b""
+        body = head + (value if stored is None else stored)
+        self.client().put_object(Bucket=self.bucket, Key="kvatlas/" + name.hex(), Body=body)
+
+    def kill(self) -> None:
+        self._server.kill()
+
+    def restart(self) -> None:
+        self.kill()
+        self._start()
+
+    def close(self) -> None:
+        self.kill()
+
+
+def s3_packages() -> bool:
+    """Whether client and server are installed."""
+    return all(importlib.util.find_spec(name) for name in ("obstore", "moto", "boto3", "flask"))
