@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvatlas.core.claims import SHARED_MAX, Applied
+from kvatlas.core.claims import Applied
 from kvatlas.core.directory import Directory
 from kvatlas.core.events import BlockRemoved, BlockStored, Event
 from kvatlas.core.keys import Keyring
 from kvatlas.core.layout import Group, Layout
 from kvatlas.core.records import Publisher, Tier
+from kvatlas.core.windows import SHARED_MAX
 
 RING = Keyring(b"a secret for the tests")
 FP = b"\1" * 32

@@ -22,6 +22,7 @@ from kvatlas.core.keys import Keyring, Scope
 from kvatlas.core.layout import Group
 from kvatlas.core.native import NameTable
 from kvatlas.core.records import Tier
+from kvatlas.core.windows import Windows as _Windows
 
 if TYPE_CHECKING:
     from kvatlas.core.directory import Directory, _Slot
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 RECENT_MAX = 4096  # names of blocks that just left: parents of what is still to be announced
 _WALK = 1024
 _TIERS = tuple(Tier)  # going through the enum itself takes ten times as long
-SHARED_MAX = 256  # windows that may have one block in common
+_TIERS_OF = [tuple(t for t in Tier if bits & 1 << t) for bits in range(1 << len(Tier))]
 PENDING_MAX = 65_536  # claims that wait for the event that names their block
 
 
@@ -52,70 +53,9 @@ class Applied(msgspec.Struct):
     def add(self, other: Applied) -> None:
         """Sum field by field."""
         for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-
-class _Windows:
-    """Blocks smaller than the grid, of one windowed lane: which grid block they complete."""
-
-    def __init__(self, units: int) -> None:
-        self.full = (1 << units) - 1
-        # hash → (hash before it, tiers)
-        self.before: OrderedDict[int, tuple[int | None, int]] = OrderedDict()
-        self.place: dict[int, tuple[bytes, int]] = {}  # hash → (grid key, unit from the end)
-        # Windows of prompts that part inside one grid block have their first blocks in common.
-        self.shared: dict[int, tuple[bytes, ...]] = {}  # hash → further grid keys
-        self.masks: list[dict[bytes, int]] = [{} for _ in Tier]  # per tier: key → units held
-
-    def holds(self, engine_hash: int, tier: Tier) -> bool:
-        """Is this block held, filed or waiting for its window to be complete?"""
-        if self.before.get(engine_hash, (None, 0))[1] & 1 << tier:
-            return True
-        key, unit = self.place.get(engine_hash, (b"", 0))
-        return bool(self.masks[tier].get(key, 0) & 1 << unit)
-
-    def file(self, engine_hash: int, key: bytes, unit: int) -> bool:
-        """It is a block of the window of ``key``; False where that cannot be."""
-        first = self.place.setdefault(engine_hash, (key, unit))
-        if first == (key, unit):
-            return True
-        others = self.shared.get(engine_hash, ())
-        if first[1] != unit or len(others) >= SHARED_MAX:
-            return False
-        if key not in others:
-            self.shared[engine_hash] = (*others, key)
-        return True
-
-    def drop(self, engine_hash: int, tier: Tier) -> list[tuple[bytes, bool]]:
-        """It is gone from ``tier``: the keys whose windows lose it, and which were complete."""
-        first, unit = self.place.get(engine_hash, (b"", 0))
-        masks, bit = self.masks[tier], 1 << unit
-        lost = []
-        for key in (first, *self.shared.get(engine_hash, ())):
-            mask = masks.get(key, 0)
-            if not mask & bit:
-                continue
-            lost.append((key, mask == self.full))
-            if mask == bit:
-                del masks[key]
-            else:
-                masks[key] = mask ^ bit
-        if lost and not any(each.get(key, 0) & bit for each in self.masks for key, _ in lost):
-            del self.place[engine_hash]
-            self.shared.pop(engine_hash, None)
-        return lost
-
-    def forget_waiting(self, engine_hash: int, tier: Tier) -> int:
-        """A block that waited is gone from ``tier``: 1, or 0 when it did not wait there."""
-        before, tiers = self.before.get(engine_hash, (None, 0))
-        if not tiers & 1 << tier:
-            return 0
-        tiers &= ~(1 << tier)
-        if tiers:
-            self.before[engine_hash] = (before, tiers)
-        else:
-            del self.before[engine_hash]
-        return 1
+            count = getattr(other, name)
+            if count:
+                setattr(self, name, getattr(self, name) + count)
 
 
 class Claims:
@@ -137,7 +77,8 @@ class Claims:
             i: _Windows(lane.units) for i, lane in enumerate(pool.lanes) if lane.units > 1
         }
         self._ahead = [i for i in self._windows if pool.lanes[i].ahead]
-        self._follows: dict[int, dict[int, int]] = {}  # lane → hash → the one after it
+        self._beside = [(i, w) for i, w in self._windows.items() if i not in self._ahead]
+        self._follows: dict[int, dict[int | None, int]] = {}  # lane → hash → the one after it
         self._twins: dict[tuple[int, int], int] = {}  # (lane, hash) → how often beyond once
         self._counts_twins = pool.layout.engine == "vllm"
         self._report = True  # the request at hand may only repeat a hit: see `_twin`
@@ -187,28 +128,45 @@ class Claims:
             applied.malformed += 1
             return
         directory, slot, tier = self._directory, self._slot, event.tier
-        names = self._names
-        anchored = bool(self._windows or self._pending)
         report = event.parent is None and self._report
         report = report and all(directory.holds_in(slot, lane, tier, key) for key in keys)
         if report and self._resumable(keys[:-1]):
             self._reported()  # to store it, the engine would have gone on from there
         again = self._again(event, report and self._reports)
-        before = event.parent
+        names, held = self._names, None
+        if tier is Tier.HBM and len(names) + len(keys) <= self._names_max:
+            held = directory.set_all(slot, lane, keys)
+        if held is None:
+            keys = self._stored_singly(lane, event, keys, again, applied)
+        else:
+            for place in held if again else ():
+                self._twin(lane, event.hashes[place])
+            for engine_hash, key in zip(event.hashes, keys, strict=True):
+                names[engine_hash] = key
+            applied.stored += len(keys)
+        self._named(event, keys, applied)
+        if self._ahead:
+            self._looked_ahead(event, keys, applied)
+
+    def _stored_singly(
+        self, lane: int, event: BlockStored, keys: list[bytes], again: bool, applied: Applied
+    ) -> list[bytes]:
+        """Close to a limit, or below hbm: one block after another. Returns the keys, b"" for
+        those refused."""
+        directory, slot, tier = self._directory, self._slot, event.tier
+        stored = []
         for engine_hash, key in zip(event.hashes, keys, strict=True):
             if again and directory.holds_in(slot, lane, tier, key):
                 self._twin(lane, engine_hash)
             if not self._has_room(engine_hash) or not directory.set(slot, lane, tier, key):
                 applied.refused += 1
                 self._full = True
+                stored.append(b"")
                 continue
             applied.stored += 1
-            names[engine_hash] = key
-            if anchored:
-                self._named(engine_hash, key, applied)
-            if self._ahead and before is not None:
-                self._looked_ahead(before, key, applied)
-            before = engine_hash
+            self._names[engine_hash] = key
+            stored.append(key)
+        return stored
 
     def _again(self, event: BlockStored, report: bool) -> bool:
         """May what an event stores be a second block? Not when it may be a ``report``; `_twin`."""
@@ -227,17 +185,23 @@ class Claims:
         if place in self._twins or len(self._twins) < PENDING_MAX:
             self._twins[place] = self._twins.get(place, 0) + 1
 
-    def _looked_ahead(self, before: int, key: bytes, applied: Applied) -> None:
-        """A chain block got its ``key``: file the windows that end where it begins under it.
+    def _looked_ahead(self, event: BlockStored, keys: Sequence[bytes], applied: Applied) -> None:
+        """Chain blocks got their ``keys``: file the windows that end where one begins under it.
 
         Only if the same request announced, just before, the window's block that follows: that
         it has the tokens of this chain block is known in no other way (vLLM 0.32 announces a
         request's groups in their order, the windows of V4 before its chain, in each step).
         """
+        after: dict[int | None, bytes] = {}  # a hash → the key of the chain block behind it
         for lane in self._ahead:
-            beyond = self._follows.get(lane, {}).get(before)
-            if beyond is not None:
-                self._assemble(lane, self._windows[lane], beyond, key, applied)
+            follows = self._follows.get(lane)
+            if not follows:
+                continue
+            after = after or dict(zip((event.parent, *event.hashes), keys, strict=False))
+            for before in follows if len(follows) < len(after) else after:
+                beyond, key = follows.get(before), after.get(before)
+                if beyond is not None and key:
+                    self._assemble(lane, self._windows[lane], beyond, key, applied)
 
     def _has_room(self, engine_hash: int) -> bool:
         """May it be named? One block under ever new hashes costs names, but no holders."""
@@ -267,22 +231,27 @@ class Claims:
             self._pending.popitem(last=False)
             applied.refused += 1
 
-    def _named(self, engine_hash: int, key: bytes, applied: Applied) -> None:
-        """A grid block got its name: settle what waited for it."""
+    def _named(self, event: BlockStored, keys: Sequence[bytes], applied: Applied) -> None:
+        """Grid blocks got their names: settle what waited for them."""
+        named = [pair for pair in zip(event.hashes, keys, strict=True) if pair[1]]
         for lane in range(len(self._pool.lanes)) if self._pending else ():
-            tiers = self._pending.pop((lane, engine_hash), 0)
-            for tier in _TIERS if tiers else ():
-                if tiers & 1 << tier:
+            for engine_hash, _ in named:
+                for tier in _TIERS_OF[self._pending.pop((lane, engine_hash), 0)]:
                     self._claim(lane, tier, engine_hash, applied)
-        for lane, windows in self._windows.items():
-            if lane not in self._ahead and engine_hash in windows.before:
-                self._assemble(lane, windows, engine_hash, key, applied)
+        for lane, windows in self._beside:
+            waiting = windows.before
+            for engine_hash, key in named if waiting else ():
+                if engine_hash in waiting:
+                    self._assemble(lane, windows, engine_hash, key, applied)
 
     def _stored_window(self, lane: int, event: BlockStored, applied: Applied) -> None:
         blocks = (event.range_tokens or len(event.tokens) // 4) // event.block_tokens
         contiguous = 0 < blocks == len(event.hashes)
         wanted = self._pool.lanes[lane].group.window_blocks() or 0
         self._follows.pop(lane, None)
+        if not event.hashes:
+            self._report = self._report and event.parent is not None
+            return
         windows = self._windows.get(lane)
         report = contiguous and event.parent is None and self._report
         report = report and self._held(lane, event, wanted) and self._resumed(event)
@@ -370,12 +339,11 @@ class Claims:
             if not windows.file(engine_hash, key, unit):
                 return
             del windows.before[engine_hash]
-            for tier in _TIERS:
-                if tiers & 1 << tier:
-                    masks = windows.masks[tier]
-                    masks[key] = masks.get(key, 0) | 1 << unit
-                    if masks[key] == windows.full:
-                        self._complete(lane, tier, anchor, key, applied)
+            for tier in _TIERS_OF[tiers]:
+                masks = windows.masks[tier]
+                masks[key] = masks.get(key, 0) | 1 << unit
+                if masks[key] == windows.full:
+                    self._complete(lane, tier, anchor, key, applied)
             engine_hash = before
 
     def _complete(self, lane: int, tier: Tier, anchor: int, key: bytes, applied: Applied) -> None:

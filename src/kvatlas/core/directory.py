@@ -281,6 +281,29 @@ class Directory:
                 slot.pool.shared |= slot.bit
         return True
 
+    def set_all(self, slot: _Slot, lane: int, keys: Sequence[bytes]) -> list[int] | None:
+        """`set` in hbm for each of ``keys``, no two of them equal. Returns the places of those that
+        it held before; None, with nothing changed, where a limit could refuse one."""
+        limits, count, bit = self.limits, len(keys), slot.bit
+        if (
+            self.holders + count > limits.holders_max
+            or slot.holders + count > limits.holders_per_publisher_max
+        ):
+            return None
+        book, held = self._books[lane][Tier.HBM], []
+        get = book.get
+        for place, key in enumerate(keys):
+            mask = get(key, 0)
+            if mask & bit:
+                held.append(place)
+            else:
+                self._store(book, key, mask | bit)
+        new = count - len(held)
+        slot.holders += new
+        slot.counts[lane][Tier.HBM] += new
+        self.holders += new
+        return held
+
     def clear(self, slot: _Slot, lane: int, tier: Tier, key: bytes) -> bool:
         """The publisher no longer holds ``key`` there; False when it did not."""
         book = self._books[lane][tier]

@@ -53,20 +53,28 @@ class Network:
     def send(self, source: str, destination: str, message: Message) -> None:
         """Put a message on its way."""
         self.messages += 1
+        if not self._interposers:
+            self._timeline.post(self._latency_s, self._deliver, source, destination, message)
+            return
         envelopes: Sequence[Envelope] = (Envelope(source, destination, message, self._latency_s),)
         for change in self._interposers:
             envelopes = [new for envelope in envelopes for new in change(envelope)]
         if not envelopes:
             self.lost += 1
         for envelope in envelopes:
-            self._timeline.after(envelope.delay_s, self._deliver, envelope)
+            self._timeline.post(
+                envelope.delay_s,
+                self._deliver,
+                envelope.source,
+                envelope.destination,
+                envelope.message,
+            )
 
-    def _deliver(self, envelope: Envelope) -> None:
-        receive = self._receivers.get(envelope.destination)
+    def _deliver(self, source: str, destination: str, message: Message) -> None:
+        receive = self._receivers.get(destination)
         if receive is not None:
-            receive(envelope.source, envelope.message)
+            receive(source, message)
             return
         self.undelivered += 1
-        message = envelope.message
         if isinstance(message, Submit | Cancel | AskReplay | Look):
-            self.send(envelope.destination, envelope.source, Refused(message))
+            self.send(destination, source, Refused(message))

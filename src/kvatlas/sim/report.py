@@ -53,7 +53,8 @@ class Gaps:
             return
         least, most = min(gaps_s), max(gaps_s)
         if most <= least * _STEP:
-            self.add(sum(gaps_s) / len(gaps_s), len(gaps_s) * count)
+            mean_s = min(sum(gaps_s) / len(gaps_s), most)  # rounding: equal ones add up to more
+            self.add(mean_s, len(gaps_s) * count)
             self.max_s = max(self.max_s, most)
             return
         for gap_s in gaps_s:

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
+_Call = tuple[Callable[..., None], tuple[Any, ...]]
 _DEAD_MIN = 1024  # cancelled entries are swept out when they are many, and most of the heap
 
 
@@ -35,7 +36,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[tuple[float, int, Timer]] = []
+        self._heap: list[tuple[float, int, Timer | _Call]] = []
         self._asked = 0
         self._dead = 0
         self.calls = 0
@@ -51,24 +52,33 @@ class Timeline:
         """Call ``call(*args)`` in ``delay_s`` seconds."""
         return self.at(self.now + delay_s, call, *args)
 
+    def post(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        """`after` for what nobody will want to cancel: no timer is made for it."""
+        self._asked += 1
+        when = self.now + max(delay_s, 0.0)
+        heapq.heappush(self._heap, (when, self._asked, (call, args)))
+
     def step(self) -> bool:
         """Run the next due call; False when there is none."""
         while self._heap:
-            when, _, timer = heapq.heappop(self._heap)
-            call = timer.call
-            if call is None:
+            when, _, due = heapq.heappop(self._heap)
+            if isinstance(due, tuple):
+                call, args = due
+            elif due.call is None:
                 self._dead -= 1
                 continue
+            else:
+                call, args = due.call, due.args
+                due.call = None
             self.now = when
             self.calls += 1
-            timer.call = None
-            call(*timer.args)
+            call(*args)
             return True
         return False
 
     def next_at(self) -> float | None:
         """When the next call is due; None when nothing is."""
-        while self._heap and self._heap[0][2].call is None:
+        while self._heap and _is_dead(self._heap[0][2]):
             heapq.heappop(self._heap)
             self._dead -= 1
         return self._heap[0][0] if self._heap else None
@@ -76,6 +86,10 @@ class Timeline:
     def _cancelled(self) -> None:
         self._dead += 1
         if self._dead > _DEAD_MIN and 2 * self._dead > len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[2].call is not None]
+            self._heap = [entry for entry in self._heap if not _is_dead(entry[2])]
             heapq.heapify(self._heap)
             self._dead = 0
+
+
+def _is_dead(due: Timer | _Call) -> bool:
+    return isinstance(due, Timer) and due.call is None

@@ -5,14 +5,13 @@ vLLM 0.32: `SingleTypeKVCacheManager.cache_blocks`, `BlockPool.cache_full_blocks
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import repeat
 from math import gcd
 
 from kvatlas.core.events import BlockStored
 from kvatlas.core.layout import Layout
 from kvatlas.workload.blocks import Blocks
-from kvatlas.workload.holding import Holding, Slot
+from kvatlas.workload.holding import TOKEN_BYTES, Holding, Slot
 from kvatlas.workload.protocol import BlockRef
 
 
@@ -39,27 +38,30 @@ class Caching:
         start, end = holding.cached, upto // self._grid * self._grid
         holding.cached = end
         self._blocks.version += 1
-        shared: bytes | None = None  # every group announces the same range
+        publish = self._blocks.publish
+        tokens = holding.ids(start, end) if publish else b""  # most groups announce the same range
+        parent = holding.key(start) if publish and start else None
+        points = self._points(holding)
         for slot in self._slots:
             size = slot.block_tokens
             first = max(start // size, holding.absent[slot.index])
             if first * size >= end:
                 continue
-            kept = self._kept(slot, holding, first, end // size)
+            kept = self._kept(slot, points, first, end // size)
             if loaded:
                 named = holding.named
                 kept = [index for index in kept if (slot.index, index) in named]
             if unfilled := holding.unfilled:
                 kept = [index for index in kept if (slot.index, index) not in unfilled]
             keys = self._add(slot, holding, kept) if kept else ()
-            if self._blocks.publish:
-                if shared is None or first * size != start:
-                    tokens = holding.ids(first * size, end)
-                    shared = tokens if first * size == start else shared
-                else:
-                    tokens = shared
+            if publish:
                 salted = bool(keys) and kept[0] == 0
-                self._announce(slot, holding, keys, first * size, tokens, salted=salted)
+                if first * size == start:
+                    self._announce(slot, holding, keys, parent, tokens, salted=salted)
+                else:
+                    before = first * size
+                    shorter = tokens[(before - start) * TOKEN_BYTES :]
+                    self._announce(slot, holding, keys, holding.key(before), shorter, salted=salted)
             if slot in self._aliased:
                 self.alias(slot, holding)
 
@@ -91,31 +93,35 @@ class Caching:
         if blocks.publish:
             start = position - step
             tokens = holding.ids(start, position)
-            self._announce(slot, holding, (key,), start, tokens, salted=not start, unit=step)
+            parent = holding.key(start) if start else None
+            self._announce(slot, holding, (key,), parent, tokens, salted=not start, unit=step)
 
-    def _kept(self, slot: Slot, holding: Holding, start: int, end: int) -> list[int] | range:
+    def _points(self, holding: Holding) -> list[int]:
+        """Positions on the grid at which a request's own windows are kept: where its prompt ends,
+        and where others parted from it."""
+        if self._retention is None:
+            return []
+        grid = self._grid
+        return [b // grid * grid for b in (holding.prompt - 1, holding.junction) if b >= grid]
+
+    def _kept(self, slot: Slot, points: list[int], start: int, end: int) -> list[int] | range:
         """Indices of the blocks in start…end-1 that some later resume could need. All of them are
         still held: what left the window ends before the grid position that is cached next."""
-        if slot.need is None:
+        need, size = slot.need, slot.block_tokens
+        if need is None:
             return range(start, end)
-        size = slot.block_tokens
-        if self._retention == 0:
-            found: Iterable[int] = (holding.prompt - 1, holding.junction)
-            ends = {b // self._grid * self._grid // size for b in found}
-        else:
-            stretch = self._grid if self._retention is None else self._retention
-            per_stretch = stretch // size
-            if slot.need >= per_stretch:
+        ends = [point // size for point in points]
+        if self._retention != 0:
+            per_stretch = (self._retention or self._grid) // size
+            if need >= per_stretch:
                 return range(start, end)
-            ends = set(range(start // per_stretch * per_stretch, end + per_stretch, per_stretch))
-            if self._retention is not None:
-                found = (holding.prompt - 1, holding.junction)
-                ends.update(b // self._grid * self._grid // size for b in found)
-        kept: set[int] = set()
-        for stop in ends:
-            if stop > start and stop - slot.need < end:
-                kept.update(range(max(start, stop - slot.need), min(end, stop)))
-        return sorted(kept)
+            ends += range(start // per_stretch * per_stretch, end + per_stretch, per_stretch)
+        runs = [
+            range(max(start, stop - need), min(end, stop))
+            for stop in ends
+            if stop > start and stop - need < end
+        ]
+        return runs[0] if len(runs) == 1 else sorted({index for run in runs for index in run})
 
     def _add(self, slot: Slot, holding: Holding, kept: list[int] | range) -> tuple[int, ...]:
         """Give the holding's counted blocks ids and keys, those that have an id already keys."""
@@ -157,7 +163,7 @@ class Caching:
         slot: Slot,
         holding: Holding,
         keys: tuple[int, ...],
-        start: int,
+        parent: int | None,
         tokens: bytes,
         *,
         salted: bool,
@@ -169,7 +175,7 @@ class Caching:
         self._blocks.events.append(
             BlockStored(
                 hashes=keys,
-                parent=holding.key(start) if start else None,
+                parent=parent,
                 tokens=tokens,
                 block_tokens=unit or slot.block_tokens,
                 group=slot.index,

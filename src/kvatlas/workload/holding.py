@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvatlas.core.layout import Group, Layout
-from kvatlas.workload.prompt_keys import TOKEN_BYTES, PromptKeys, chain_key
+from kvatlas.workload.prompt_keys import TOKEN_BYTES, PromptKeys, chain_key, key_of, rest_key
 from kvatlas.workload.protocol import BlockRef
 
 __all__ = ["TOKEN_BYTES", "Hit", "Holding", "Slot", "unroll"]
@@ -73,7 +73,7 @@ class Holding:
         self.prompt = len(keys.tokens) // TOKEN_BYTES
         self.size = self.prompt  # tokens known so far: the prompt and what was produced
         self.keys = keys
-        self.later: list[int] = []  # keys at the steps behind the prompt's end
+        self.later: list[bytes] = []  # digests at the steps behind the prompt's end
         self.junction = 0
         self.cached = 0  # tokens up to which blocks were offered to the cache
         self.first = [0] * slots  # blocks before this left the window
@@ -119,19 +119,17 @@ class Holding:
             return self.keys.key(position)
         step = self.keys.step
         full, rest = divmod(position, step)
-        before = self.prompt // step
-        later = self.later
-        while before + len(later) < full:
-            later.append(self._chained((before + len(later)) * step, step))
-        return self._chained(full * step, rest) if rest else later[full - before - 1]
+        if not rest:
+            return key_of(self._digest(full))
+        return rest_key(self._digest(full), self.ids(full * step, position))
 
     def chain(self, count: int) -> list[int]:
         """Keys of the first ``count`` steps and perhaps more; not to be changed."""
         prompt = self.prompt // self.keys.step
         if count <= prompt:
             return self.keys.chain(count)
-        self.key(count * self.keys.step)
-        return self.keys.chain(prompt)[:prompt] + self.later
+        self._digest(count)
+        return self.keys.chain(prompt)[:prompt] + [key_of(digest) for digest in self.later]
 
     def run(self, first: int, apart: int, count: int) -> tuple[int, ...]:
         """Keys of ``count`` prefixes, the shortest ``first`` tokens long, each ``apart`` longer."""
@@ -140,7 +138,17 @@ class Holding:
             return self.keys.run(first, apart, count)
         return tuple([self.key(position) for position in range(first, last + 1, apart)])
 
-    def _chained(self, start: int, count: int) -> int:
-        """The key of ``count`` tokens more than ``start``, a multiple of the step."""
-        parent = self.key(start) if start else self.keys.root
+    def _digest(self, count: int) -> bytes:
+        """The digest of the first ``count`` steps."""
+        step = self.keys.step
+        before, later = self.prompt // step, self.later
+        if count <= before:
+            return self.keys.digest(count)
+        while before + len(later) < count:
+            later.append(self._chained((before + len(later)) * step, step))
+        return later[count - before - 1]
+
+    def _chained(self, start: int, count: int) -> bytes:
+        """The digest of ``count`` tokens more than ``start``, a multiple of the step."""
+        parent = self._digest(start // self.keys.step)
         return chain_key(parent, self.ids(start, start + count))

@@ -15,13 +15,17 @@ assumptions until `kvatlas validate calibrate` has fitted them.
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from operator import add
 
 from kvatlas.core.layout import Layout
 from kvatlas.workload.shape import width_bytes
 from kvatlas.workload.spec import STEP_OVERHEAD_S, EngineSpec
 
+_Lines = tuple[float, float, float, float]
 _EXCHANGES_PER_LAYER = 2  # after attention and after the feed-forward part
 _ACTIVATION_BYTES = 2  # bf16
 
@@ -40,6 +44,7 @@ class StepTime:
         own = spec.step_overhead_s
         self._step_s = STEP_OVERHEAD_S if own is None else own
         self._token_s = self._request_s = 0.0
+        self._alone = array("d")
         if self._prefill_rate is None:
             self._from_device(spec, layout)
 
@@ -111,6 +116,7 @@ class StepTime:
             fixed = cap * (1 - share) * read + self._fixed_bytes
             above = cap * compute.attention + compute.scoring / 2
             self._far = (compute.scoring / flops, above / flops, share * read / rate, fixed / rate)
+        self._alone = _alone(self._cap, self._near, self._far)
 
     def seconds(self, work: list[tuple[int, int]]) -> float:
         """Duration of a step that computes tokens start…end-1 for each (start, end).
@@ -151,15 +157,13 @@ class StepTime:
         and is one further than before, from ``starts`` on. To the bit what that gives."""
         if self._prefill_rate is not None:
             return [self.seconds([(0, 1)])] * steps
-        total = [0.0] * steps
+        total: Sequence[float] = ()
         for start in starts:
             end = start + steps
-            bend = end if self._cap > end else max(start, int(self._cap))
-            a, b, c, d = self._near
-            each = [x if (x := a * s + b) > (y := c * s + d) else y for s in range(start, bend)]
-            a, b, c, d = self._far
-            each += [x if (x := a * s + b) > (y := c * s + d) else y for s in range(bend, end)]
-            total = list(map(add, total, each))
+            if len(self._alone) < end:
+                _reach(self._alone, end, self._cap, self._near, self._far)
+            each = self._alone[start:end]
+            total = list(map(add, total, each)) if total else each
         count = len(starts)
         linear, exchange = self._linear(count, count), count * self._token_s
         fixed, requests, scale = self._step_s, count * self._request_s, self._scale
@@ -186,3 +190,17 @@ class StepTime:
             seen = cap + (start - cap) * self._scored_share
         read = seen * self._bytes_per_token + self._fixed_bytes
         return max(flops / self._attention_flops, read / self._state_bytes_per_s)
+
+
+@lru_cache(maxsize=64)
+def _alone(cap: float, near: _Lines, far: _Lines) -> array[float]:
+    """Attention of a single token by how many there are before it: one growing table for all
+    engines that are alike."""
+    return array("d")
+
+
+def _reach(alone: array[float], end: int, cap: float, near: _Lines, far: _Lines) -> None:
+    """Fill such a table up to ``end`` tokens before it."""
+    for (a, b, c, d), stop in ((near, cap), (far, math.inf)):
+        part = range(len(alone), int(min(end, stop)))
+        alone.extend([x if (x := a * s + b) > (y := c * s + d) else y for s in part])
