@@ -14,6 +14,7 @@ from kvatlas.errors import KvatlasError
 # `run(args) -> int`, the exit status. The order is that of ``kvatlas --help``.
 COMMANDS = (
     "serve",
+    "agent",
     "explain",
     "stub_engine",
     "load",

@@ -1,0 +1,493 @@
+"""vLLM's KV connector to its node's agent: saves what was computed, resumes from what is there.
+
+For vLLM 0.32, in its processes. One option turns it on::
+
+    --kv-transfer-config '{"kv_connector": "KvatlasConnector", "kv_role": "kv_both",
+      "kv_connector_module_path": "kvatlas.connectors.vllm_offload",
+      "kv_connector_extra_config": {"socket": "/run/kvatlas/agent.sock"}}'
+
+The scheduler's side asks and decides; the worker's side copies blocks from and to the arena. vLLM
+cannot take a load back once it was promised, not for models with several groups of blocks. So
+nothing is promised before the agent has all of it verified in the arena and holds it there; until
+then the request waits outside of the batch, up to ``load_deadline_s``, and is computed after that.
+State that the agent wants is copied out in the step that computes it, while its windows are there.
+
+Settings beside ``socket``: ``load_deadline_s`` (10), ``answer_s`` (0.05: how long a step may wait
+for the agent), ``weights_digest``, ``name``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from vllm import __version__
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvatlas.connectors.agent_client import AgentClient, Channel
+from kvatlas.connectors.vllm_probe import Place, layers_of, parts_of
+from kvatlas.core.units import Part as Which
+from kvatlas.dataplane.arena import Arena
+from kvatlas.errors import EngineError, StoreError
+from kvatlas.service import agent_wire as wire
+
+_SOURCES = {"dram": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peer": CacheHitSource.P2P}
+
+Block = tuple[Place, int]  # a place, and the block's id
+
+
+@dataclass
+class Copy:
+    """One unit: its blocks, in the order in which their bytes lie in the slot. A block 0 is
+    passed over: the engine has it already."""
+
+    piece: wire.Piece
+    blocks: list[Block]
+
+
+@dataclass
+class Copies(KVConnectorMetadata):  # type: ignore[misc]
+    """What the worker's side does in one step, from and to the memory of ``arena``."""
+
+    arena: str = ""
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    load: dict[str, list[Copy]] = field(default_factory=dict)  # by request
+    save: dict[int, list[Copy]] = field(default_factory=dict)  # by order
+
+
+@dataclass
+class Results(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What it has done: requests that are loaded, and checksums of what was saved, by order."""
+
+    loaded: list[str] = field(default_factory=list)
+    saved: dict[int, list[tuple[bytes, bytes]]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        raise RuntimeError("one worker only")
+
+
+@dataclass
+class Tracked:
+    """A request between its first look at the cache and its end."""
+
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    ids: list[list[int]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    resumed: int = 0
+    told: int = 0  # grid positions up to which the agent knows of it
+    given_up: bool = False
+
+
+class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """See the module."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """Raises EngineError where this engine cannot be served, and says why."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        _check(vllm_config)
+        settings = dict(self._kv_transfer_config.kv_connector_extra_config)
+        if "socket" not in settings:
+            raise EngineError("kv_connector_extra_config needs the agent's socket")
+        self._path = Path(settings["socket"])
+        self._deadline_s = float(settings.get("load_deadline_s", 10.0))
+        self._groups = kv_cache_config.kv_cache_groups
+        # The worker's side.
+        self._channel: Channel | None = None
+        self._results = Results()
+        self._caches: dict[str, torch.Tensor] = {}
+        self._layers: dict[Place, list[str]] = {}
+        # The scheduler's side.
+        self.counts: Counter[str] = Counter()
+        self._copies = Copies()
+        self._tracked: dict[str, Tracked] = {}
+        self._requests: dict[str, Any] = {}
+        self._client: AgentClient | None = None
+        if role.name == "SCHEDULER":
+            self._start(vllm_config, settings)
+
+    def _start(self, vllm_config: Any, settings: dict[str, Any]) -> None:
+        answer_s = float(settings.get("answer_s", 0.05))
+        client = AgentClient(self._path, _hello(vllm_config, settings), answer_s=answer_s)
+        welcome = client.welcome
+        if welcome is None:
+            raise EngineError(f"no agent answers at {self._path}: start `kvatlas agent` first")
+        self._client = client
+        self._described = [_described(part) for part in welcome.parts]
+        self._grid = welcome.grid_tokens
+        try:
+            layers_of(self._described, self._groups)
+            self._parts = parts_of(self._described, self._groups)
+        except ValueError as error:
+            raise EngineError(f"this engine's blocks are not those described: {error}") from error
+        if any(self._grid % part.block_tokens for part in self._parts):
+            raise EngineError(f"blocks of this engine do not fit a grid of {self._grid} tokens")
+
+    @property
+    def _agent(self) -> AgentClient:
+        assert self._client is not None, "the worker's side does not ask"
+        return self._client
+
+    # -- the scheduler's side: loads ------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that are verified and held for this request; None: not known yet."""
+        id = request.request_id
+        tracked = self._tracked.get(id)
+        if tracked is None:
+            tracked = self._tracked[id] = Tracked(prompt_tokens=request.num_prompt_tokens)
+            tracked.given_up = _odd(request)
+            if tracked.given_up:
+                self.counts["requests_left_alone"] += 1
+        if tracked.given_up:
+            return 0, False
+        if not self._agent.waits(id) and self._agent.staged(id) is None:
+            tracked.tokens = array("I", request.all_token_ids)
+            tracked.told = 0
+            salt, adapter = _names(request)
+            asked = self._agent.want(
+                id,
+                tracked.tokens.tobytes(),
+                num_computed_tokens,
+                self._deadline_s,
+                scope=salt,
+                adapter=adapter,
+            )
+            if not asked:
+                return 0, False
+        staged = self._agent.staged(id)
+        if staged is None:
+            return (None if self._agent.waits(id) else 0), False
+        first = min((p.index for p in staged.pieces if p.part == Which.BODY), default=0)
+        position = staged.tokens
+        if num_computed_tokens < first * self._grid or position >= request.num_tokens:
+            position = 0  # the engine has lost, meanwhile, what it had when we asked
+        return max(0, position - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has its blocks: load, or give back what is held for it."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.given_up:
+            return
+        staged = self._agent.staged(request.request_id)
+        ids = [list(group) for group in blocks.get_block_ids()]
+        if staged is None or not num_external_tokens:
+            self._agent.release(request.request_id, used=False)
+            return
+        local = staged.tokens - num_external_tokens
+        copies = []
+        for piece in staged.pieces:
+            if piece.part == Which.BODY and (piece.index + 1) * self._grid <= local:
+                continue
+            found = self._blocks(piece.part, piece.index, ids, local)
+            if found is None:
+                raise RuntimeError("the engine gave no block for what it is to resume from")
+            copies.append(Copy(piece, found))
+        self._copies.load[request.request_id] = copies
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """By the tiers that the agent named."""
+        staged = self._agent.staged(request.request_id)
+        found: Counter[CacheHitSource] = Counter()
+        for tier, tokens in staged.tiers if staged is not None else ():
+            found[_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)] += tokens
+        if sum(found.values()) != num_external_tokens:
+            return {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens}
+        return dict(found)
+
+    def _blocks(
+        self, which: int, index: int, ids: list[list[int]], local: int = 0
+    ) -> list[Block] | None:
+        """Blocks of a unit in their order; 0 for those that end before ``local``. None: one of
+        them is not there."""
+        end = (index + 1) * self._grid
+        found: list[Block] = []
+        for part in self._parts:
+            if (part.blocks is None) != (which == Which.BODY):
+                continue
+            size = part.block_tokens
+            if which == Which.BODY:
+                wanted = range(index * self._grid // size, end // size)
+            else:
+                wanted = part.needed(end, False)
+            for group in part.groups:
+                for i in wanted:
+                    have = (i + 1) * size <= local
+                    block = ids[group][i] if i < len(ids[group]) else 0
+                    if not block and not have:
+                        return None
+                    found.append(((part.name, group), 0 if have else block))
+        return found
+
+    # -- the scheduler's side: saves ------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: Any) -> Copies:
+        """This step's copies: loads of requests that begin, and what the agent wants saved."""
+        copies, self._copies = self._copies, Copies()
+        scheduled = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            tracked = self._tracked.get(new.req_id)
+            if tracked is not None:
+                tracked.ids = [list(ids) for ids in new.block_ids]
+                tracked.resumed = new.num_computed_tokens
+                self._fill(new.req_id, tracked, new.num_computed_tokens, scheduled, copies)
+        cached = scheduler_output.scheduled_cached_reqs
+        for i, id in enumerate(cached.req_ids):
+            tracked = self._tracked.get(id)
+            if tracked is None:
+                continue
+            more = cached.new_block_ids[i]
+            if id in cached.resumed_req_ids:
+                tracked.ids = [list(ids) for ids in more or ()]
+            else:
+                for ids, added in zip(tracked.ids, more or (), strict=False):
+                    ids.extend(added)
+            self._fill(id, tracked, cached.num_computed_tokens[i], scheduled, copies)
+        welcome = self._agent.welcome
+        if welcome is not None and (copies.load or copies.save):
+            copies.arena, copies.parts = welcome.arena, self._described
+        return copies
+
+    def _fill(
+        self, id: str, tracked: Tracked, start: int, scheduled: dict[str, int], copies: Copies
+    ) -> None:
+        """Tell the agent of grid positions that this step reaches, and take its orders."""
+        if tracked.given_up or not tracked.ids:
+            return
+        self._known(id, tracked)
+        end = min(start + scheduled[id], len(tracked.tokens)) // self._grid
+        if end <= tracked.told:
+            return
+        first = -(-start // self._grid)
+        points = [
+            position
+            for position in range(max(1, first), end + 1)
+            if self._blocks(Which.POINT, position - 1, tracked.ids) is not None
+        ]
+        orders = self._agent.filled(
+            wire.Filled(id, 0, b"", end, tuple(points), tracked.resumed, tracked.prompt_tokens),
+            memoryview(tracked.tokens).cast("B"),
+        )
+        tracked.told = end
+        for order in orders:
+            pieces = []
+            for piece in order.pieces:
+                found = self._blocks(piece.part, piece.index, tracked.ids)
+                if found is not None and (piece.index + 1) <= end:
+                    pieces.append(Copy(piece, found))
+            copies.save[order.op] = pieces
+
+    def _known(self, id: str, tracked: Tracked) -> None:
+        request = self._requests.get(id)
+        if request is not None and len(tracked.tokens) < len(request.all_token_ids):
+            tracked.tokens.extend(request.all_token_ids[len(tracked.tokens) :])
+
+    def on_new_request(self, request: Any) -> None:
+        """Remembers it, for the tokens that it will have."""
+        self._requests[request.request_id] = request
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the worker's side has done goes to the agent."""
+        results = connector_output.kv_connector_worker_meta
+        if not isinstance(results, Results):
+            return
+        for id in results.loaded:
+            self._agent.release(id, used=True)
+        for op, sums in results.saved.items():
+            self._agent.saved(op, tuple(sums))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Its copies were made in its steps: nothing has to wait for them."""
+        self._tracked.pop(request.request_id, None)
+        self._requests.pop(request.request_id, None)
+        self._agent.end(request.request_id)
+        return False, None
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, of engines with one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def shutdown(self) -> None:
+        """The agent takes back what it held for this engine."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._client is not None:
+            self._client.close()
+
+    # -- the worker's side ----------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Where the blocks lie."""
+        self._caches = kv_caches
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Copies what was verified into its blocks, before the step computes anything.
+
+        Raises RuntimeError where the agent took it back meanwhile, which it does not while this
+        process lives: better no answer than a wrong one.
+        """
+        copies: Copies = self._get_connector_metadata()
+        for id, units in copies.load.items():
+            arena = self._arena(copies)
+            for unit in units:
+                if arena is None or not self._copy_in(arena, unit):
+                    raise RuntimeError("what was promised to be loaded is not there any more")
+            self._results.loaded.append(id)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All is loaded before the first layer."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Whole units are saved at the end of the step."""
+
+    def wait_for_save(self) -> None:
+        """Copies what the agent wants into its slots."""
+        copies: Copies = self._get_connector_metadata()
+        for op, units in copies.save.items():
+            arena = self._arena(copies)
+            sums = []
+            for unit in units:
+                checksum = self._copy_out(arena, unit) if arena is not None else b""
+                if checksum:
+                    sums.append((unit.piece.name, checksum))
+            self._results.saved[op] = sums
+
+    def build_connector_worker_meta(self) -> Results | None:
+        """What was done since the last step."""
+        if not self._results.loaded and not self._results.saved:
+            return None
+        results, self._results = self._results, Results()
+        return results
+
+    def _arena(self, copies: Copies) -> Arena | None:
+        """The memory of that life of the agent."""
+        life = copies.arena
+        if not self._layers:
+            self._layers = layers_of(copies.parts, self._groups)
+        if self._channel is None or self._channel.welcome.arena != life:
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
+            try:
+                self._channel = Channel(self._path, wire.Map(wire.VERSION))
+            except (OSError, EngineError, StoreError):
+                return None
+            if self._channel.welcome.arena != life:
+                return None
+        return self._channel.arena
+
+    def _copy_in(self, arena: Arena, unit: Copy) -> bool:
+        """Into the engine's blocks. False: the slot is somebody else's."""
+        slot = unit.piece.slot
+        if not arena.current(slot):
+            return False
+        source = torch.frombuffer(arena.view(slot), dtype=torch.uint8)
+        at = 0
+        for place, block in unit.blocks:
+            for layer in self._layers[place]:
+                target = self._caches[layer][block]
+                size = target.numel() * target.element_size()
+                if block:
+                    data = source[at : at + size].view(target.dtype).view(target.shape)
+                    target.copy_(data)
+                at += size
+        return arena.current(slot)
+
+    def _copy_out(self, arena: Arena, unit: Copy) -> bytes:
+        """Out of the engine's blocks; the checksum of all that lies in the slot, or b""."""
+        slot = unit.piece.slot
+        if not arena.current(slot):
+            return b""
+        view = arena.view(slot)
+        target = torch.frombuffer(view, dtype=torch.uint8)
+        at = 0
+        for place, block in unit.blocks:
+            for layer in self._layers[place]:
+                source = self._caches[layer][block]
+                size = source.numel() * source.element_size()
+                if at + size > slot.size_bytes:
+                    return b""  # not the pages that were described
+                target[at : at + size].view(source.dtype).view(source.shape).copy_(source)
+                at += size
+        target[at:].zero_()  # padding
+        checksum = xxhash.xxh3_128_intdigest(view) or 1
+        return checksum.to_bytes(16, "big") if arena.current(slot) else b""
+
+
+def _check(vllm_config: Any) -> None:
+    """Raises EngineError for what is not supported (yet)."""
+    parallel = vllm_config.parallel_config
+    if parallel.world_size > 1:
+        raise EngineError("kvatlas: tensor and pipeline parallel engines are not supported yet")
+    if vllm_config.speculative_config is not None:
+        raise EngineError("kvatlas: engines with a draft model are not supported yet")
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise EngineError("kvatlas: prefix caching is off, and with it every use of saved state")
+
+
+def _hello(vllm_config: Any, settings: dict[str, Any]) -> wire.Hello:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    file = Path(model.model) / "config.json"
+    if file.is_file():
+        config = file.read_bytes()
+    else:
+        config = json.dumps(model.hf_config.to_dict(), default=str).encode()
+    v4 = json.loads(config).get("model_type") == "deepseek_v4"  # it chooses its blocks by layer
+    served = model.served_model_name
+    return wire.Hello(
+        wire.VERSION,
+        model.model,
+        tuple(served) if isinstance(served, list | tuple) else (served or model.model,),
+        config,
+        "vllm",
+        __version__,
+        cache.cache_dtype,
+        0 if v4 else cache.block_size,
+        settings.get("weights_digest", ""),
+        cache.prefix_caching_hash_algo,
+        settings.get("name", f"{socket.gethostname()}-{os.getpid()}"),
+    )
+
+
+def _described(part: wire.PartInfo) -> dict[str, Any]:
+    """As `vllm_probe` recognises it."""
+    return {field: getattr(part, field) for field in part.__struct_fields__}
+
+
+def _odd(request: Any) -> bool:
+    """State of these is not told by token ids alone, or is not to be looked up."""
+    return bool(
+        getattr(request, "mm_features", None)
+        or getattr(request, "prompt_embeds", None) is not None
+        or getattr(request, "skip_reading_prefix_cache", False)
+    )
+
+
+def _names(request: Any) -> tuple[str, str]:
+    """What goes into the keys beside tokens: the salt, and the adapter."""
+    adapter = request.lora_request
+    return request.cache_salt or "", adapter.lora_name if adapter is not None else ""
