@@ -22,6 +22,7 @@ from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.faults import Ask
 from kvatlas.sim.gateway import Inquiry, Outcome
 from kvatlas.sim.messages import Answers, Declined, Events, Message, Pulse
+from kvatlas.sim.tier_node import SimNode
 from kvatlas.workload.protocol import Admitted, Arrive
 
 #: class → what it means. `--canary` plants a bug of one of these.
@@ -79,6 +80,7 @@ class Checkers:
         self._batches: dict[int, tuple[Life, Batch]] = {}  # by identity of the events
         self._prompts: dict[tuple[str, str], Prompt] = {}  # (request, layout) →
         self._answers: dict[tuple[str, str], list[int]] = {}
+        self.could_read: Callable[[str, Ask], bool] = lambda engine, ask: False
         self._layouts: dict[str, dict[str, Layout]] = {}  # engine → digest → layout
 
     def report(self, kind: str, what: str) -> None:
@@ -100,10 +102,10 @@ class Checkers:
         """A request that is going to be sent."""
         self._asks[ask.id] = ask
 
-    def make_model(self, engine: str, layout: Layout) -> Witness:
-        """An engine's memory for one life."""
+    def make_model(self, engine: str, layout: Layout, identity: bytes = b"") -> Witness:
+        """An engine's memory for one life. ``identity``: of model and weights."""
         self._layouts.setdefault(engine, {})[layout.digest()] = layout
-        witness = self.witnesses[engine] = Witness(engine, layout, self.report)
+        witness = self.witnesses[engine] = Witness(engine, layout, self.report, identity)
         return witness
 
     # -- engines --------------------------------------------------------------------------------
@@ -117,9 +119,17 @@ class Checkers:
 
     def published(self, engine: SimEngine, batch: Batch) -> None:
         """See `EngineWatcher`."""
-        lives = self._lives.setdefault(engine.name, [])
-        if not lives or lives[-1].number != engine.life:
-            lives.append(Life(engine.life, engine.layout))
+        self._publish(engine.name, engine.life, engine.layout, batch)
+
+    def announced(self, node: SimNode, batch: Batch) -> None:
+        """The same of a node's agent."""
+        layout = next(iter(self._layouts[node.engines[0]].values()))
+        self._publish(node.publisher.worker, node.life, layout, batch)
+
+    def _publish(self, name: str, number: int, layout: Layout, batch: Batch) -> None:
+        lives = self._lives.setdefault(name, [])
+        if not lives or lives[-1].number != number:
+            lives.append(Life(number, layout))
         lives[-1].publish(batch)
         self._batches[id(batch.events)] = lives[-1], batch
 
@@ -174,8 +184,11 @@ class Checkers:
         self.spans[inquiry.id] = [self._clock()] * 2
         ask = self._asks[inquiry.id]
         for plan in decision.plans:
-            if plan.resume_tokens:
-                self._judge(ask, plan.publisher, plan.resume_tokens)
+            if any(plan.tier_tokens[1:]) and not self.could_read(plan.publisher.worker, ask):
+                self.report("over-promise", f"{ask.id}: {plan.publisher} promises of tiers")
+            own = plan.tier_tokens[0] if any(plan.tier_tokens[1:]) else plan.resume_tokens
+            if own:
+                self._judge(ask, plan.publisher, own)
 
     def waited(self, gaps_s: Sequence[float], count: int) -> None:
         """See `GatewayWatcher`."""

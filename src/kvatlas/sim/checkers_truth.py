@@ -92,6 +92,13 @@ class Prompt:
         self.key = PromptKeys(tokens, key_step(layout), salt=salt, adapter=adapter).key
 
 
+class Filled(bytes):
+    """A block's bytes outside of an engine: of which model, and who filled it with what."""
+
+    identity = b""
+    place: tuple[str, str, int, int, bytes] | None = None
+
+
 class Witness:
     """An engine's memory, and who filled which block of it. Implements `protocol.Model`.
 
@@ -99,8 +106,9 @@ class Witness:
     other tokens, is reported at once, whatever it then answers.
     """
 
-    def __init__(self, engine: str, layout: Layout, report: Report) -> None:
+    def __init__(self, engine: str, layout: Layout, report: Report, identity: bytes = b"") -> None:
         self.engine = engine
+        self.identity = identity
         self.layout = layout
         self._report = report
         self._memory = Memory(layout)
@@ -156,6 +164,23 @@ class Witness:
         self._unread.pop(id, None)
         self._done.pop(id, None)
         self._memory.release(id)
+
+    def read(self, block_id: int) -> bytes:
+        """A block's bytes on their way to a tier."""
+        data = Filled(self._memory.read(block_id))
+        data.identity, data.place = self.identity, self._filled.get(block_id)
+        return data
+
+    def write(self, block_id: int, data: bytes) -> None:
+        """A block is loaded. Bytes that lost their mark were damaged."""
+        self._memory.write(block_id, bytes(data))
+        self._filled.pop(block_id, None)
+        if not isinstance(data, Filled):
+            self._report("wrong-bytes", f"{self.engine} is given damaged bytes")
+        elif data.identity != self.identity:
+            self._report("cross-scope", f"{self.engine} is given bytes of another model")
+        elif data.place is not None:
+            self._filled[block_id] = data.place
 
     def _take(self, id: str, ref: BlockRef) -> None:
         """A block is filled: nobody else may still read something else in it."""

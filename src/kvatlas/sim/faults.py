@@ -14,12 +14,14 @@ import msgspec
 from kvatlas.core import sequence
 from kvatlas.core.directory import Limits
 from kvatlas.core.layout import Layout, plain
+from kvatlas.sim.links import LinkSpec
+from kvatlas.sim.tier_spec import TierSpec
 from kvatlas.workload.models import load_layout
 from kvatlas.workload.pool import Pool
 from kvatlas.workload.spec import EngineSpec
 
 #: kind → what it does; the targets are engines, except for those that say otherwise.
-KINDS: dict[str, str] = {
+ENGINE_KINDS: dict[str, str] = {
     "crash": "the process ends, connections break; a new one starts later",
     "vanish": "the same, and nobody is told",
     "renumber": "a new process whose batches go on with the old one's numbers",
@@ -39,6 +41,18 @@ KINDS: dict[str, str] = {
     "burst": "many requests with one new prefix at once",
     "abort": "clients leave before their answer is complete",
 }
+
+#: The same of nodes with tiers (`faults_tiers`).
+TIER_KINDS: dict[str, str] = {
+    "disk_error": "reads and writes of a node's disk fail",
+    "damaged": "bytes of units in a tier turn over",
+    "slow_store": "the store, or a node's disk, is slow or stands still",
+    "lost_store": "a store, or a tier of a node, is empty and says so",
+    "node_restart": "a node's agent ends, and its dram with it; its engines too, or not",
+    "agent_stall": "what a node's agent announces arrives late, in order",
+    "resize": "a tier of a node has less room",
+}
+KINDS = ENGINE_KINDS | TIER_KINDS
 
 #: Where there are windows no prompt ends with a block: if its end is the only place where it could
 #: be resumed it is computed once more, and its events are those of a reported hit. The directory
@@ -91,6 +105,26 @@ class Fault(msgspec.Struct, frozen=True):
         return f"{self.at:8.2f} s  {self.kind}{who}{lasting}{by}"
 
 
+class NodePlan(msgspec.Struct, frozen=True):
+    """One node and its engines."""
+
+    name: str
+    engines: tuple[str, ...]
+
+    @property
+    def agent(self) -> str:
+        """What its agent is called among those who send messages."""
+        return f"agent-{self.name}"
+
+
+class TierPlan(msgspec.Struct, frozen=True):
+    """Nodes with tiers, all alike. ``card``: each node's network card."""
+
+    nodes: tuple[NodePlan, ...]
+    spec: TierSpec
+    card: LinkSpec
+
+
 class Scenario(msgspec.Struct, frozen=True):
     """One whole world. ``heal_at``: from then on nothing is wrong any more."""
 
@@ -103,6 +137,7 @@ class Scenario(msgspec.Struct, frozen=True):
     in_flight_max: int
     feed: sequence.Limits
     silence_s: float
+    tiers: TierPlan | None = None
 
 
 def scenario(seed: int) -> Scenario:
@@ -142,7 +177,8 @@ def scenario(seed: int) -> Scenario:
 
 def _kinds(draw: random.Random) -> list[str]:
     share = draw.choice((0.15, 0.35, 0.7))
-    return [kind for kind in KINDS if draw.random() < share] or [draw.choice(list(KINDS))]
+    kinds = list(ENGINE_KINDS)
+    return [kind for kind in kinds if draw.random() < share] or [draw.choice(kinds)]
 
 
 def _layouts(draw: random.Random) -> list[tuple[Layout, int, int | None]]:

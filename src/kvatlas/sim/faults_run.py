@@ -23,9 +23,17 @@ from kvatlas.sim.checkers_end import (
     check_rest,
 )
 from kvatlas.sim.checkers_kept import check_counts, check_flights, check_kept
+from kvatlas.sim.checkers_tiers import (
+    TierWatch,
+    check_books,
+    check_damage,
+    check_empty,
+    check_reach,
+    check_shelves,
+)
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.faults import KINDS, Ask, Scenario
-from kvatlas.sim.faults_close import scenario
+from kvatlas.sim.faults_tiers import scenario
 from kvatlas.sim.faults_world import FaultWorld
 
 #: After healing every engine says something; so long after that all must be right again.
@@ -136,6 +144,7 @@ class _Run:
             note=self.checkers.note,
             tap=self._tap,
         )
+        TierWatch(self.checkers, self.world)
 
     def _tap(self, now: float, event: Input, answer: Decision | None) -> None:
         self.checkers.tap(now, event, answer)
@@ -181,11 +190,16 @@ class _Run:
         check_rest(checkers, world, self.asks)
         check_promises(checkers, world, self.asks)
         check_convergence(checkers, world)
+        check_books(checkers, world)
+        check_damage(checkers, world)
+        check_shelves(checkers, world)
+        check_reach(checkers, world, self.asks)
         check_counts(checkers, world)
         check_kept(checkers, world)
         world.restart_all()
         world.run(world.timeline.now + EMPTY_S)
         check_memory(checkers, world)
+        check_empty(checkers, world)
 
     def _rest(self) -> None:
         """Wait until no request is under way: a silent engine is given up in the end."""

@@ -19,8 +19,9 @@ from kvatlas.core.keys import Fingerprint, Keyring
 from kvatlas.core.layout import Layout
 from kvatlas.core.router import Params, Router
 from kvatlas.sim.engines import GATEWAY, EngineWatcher, SimEngine
-from kvatlas.sim.faults import Ask, Fault, Scenario
+from kvatlas.sim.faults import Ask, Fault, Member, Scenario
 from kvatlas.sim.faults_loop import Loop
+from kvatlas.sim.faults_nodes import Nodes
 from kvatlas.sim.gateway import Gateway, GatewaySpec, GatewayWatcher, Inquiry, Outcome
 from kvatlas.sim.messages import (
     AskReplay,
@@ -33,6 +34,7 @@ from kvatlas.sim.messages import (
     Subscribed,
 )
 from kvatlas.sim.network import Envelope, Network, Receiver
+from kvatlas.sim.tier_node import SimNode
 from kvatlas.sim.timeline import Timeline
 from kvatlas.workload.protocol import Model
 
@@ -194,7 +196,7 @@ class FaultWorld:
         self,
         scenario: Scenario,
         *,
-        make_model: Callable[[str, Layout], Model],
+        make_model: Callable[[str, Layout, bytes], Model],
         saw: Callable[[str, Message], None],
         watcher: Watcher,
         note: Callable[[str], None],
@@ -229,21 +231,39 @@ class FaultWorld:
             feed_limits=scenario.feed,
         )
         self.wire.applied_of = lambda name: (self.gateway.feed(name).sequencer.next_seq or 0) - 1
-        self.engines: dict[str, SimEngine] = {}
-        for member in scenario.members:
-            name = member.name
-            engine = SimEngine(
-                name,
-                member.layout,
-                member.spec,
+        self._identities = {m.name: fingerprint(m.layout, m.identity) for m in scenario.members}
+        self.nodes: Nodes | None = None
+        if scenario.tiers is not None:
+            self.nodes = Nodes(
+                scenario.tiers,
+                scenario.seed,
                 timeline=self.timeline,
                 network=self.network,
-                watchers=(watcher,),
-                make_model=lambda layout, name=name: make_model(name, layout),  # type: ignore[misc]
+                gateway=self.gateway,
+                keyring=self.keyring,
+                fingerprint=lambda engine: self._identities[engine.name],
             )
-            engine.identity = fingerprint(member.layout, member.identity)
-            self.engines[name] = engine
-            self.gateway.add_engine(engine.publisher, member.layout, engine.identity)
+        self.engines: dict[str, SimEngine] = {}
+        for member in scenario.members:
+            self._add(member, make_model, watcher)
+
+    def _add(
+        self, member: Member, make_model: Callable[[str, Layout, bytes], Model], watcher: Watcher
+    ) -> None:
+        name = member.name
+        engine = SimEngine(
+            name,
+            member.layout,
+            member.spec,
+            timeline=self.timeline,
+            network=self.network,
+            watchers=(watcher,),
+            make_model=lambda layout: make_model(name, layout, self._identities[name]),
+            make_outside=self.nodes.tiers.side if self.nodes is not None else None,
+        )
+        engine.identity = self._identities[name]
+        self.engines[name] = engine
+        self.gateway.add_engine(engine.publisher, member.layout, engine.identity)
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -287,7 +307,11 @@ class FaultWorld:
     def inject(self, fault: Fault) -> None:
         """Let it happen now, where it can."""
         engine = self.engines.get(fault.target)
-        done = self._to_world(fault) if engine is None else self._to_engine(fault, engine)
+        node = self.nodes.by_name(fault.target) if self.nodes is not None else None
+        if node is not None:
+            done = self._to_node(fault, node)
+        else:
+            done = self._to_world(fault) if engine is None else self._to_engine(fault, engine)
         self.injected[fault.kind] += done
         self._note(f"FAULT {fault.text()[12:]}" + ("" if done else ", in vain"))
 
@@ -303,6 +327,27 @@ class FaultWorld:
             case "abort":
                 for ask in self.scenario.asks:
                     self.loop.call(self.leave, ask.id)
+        return True
+
+    def _to_node(self, fault: Fault, node: SimNode) -> bool:
+        assert self.nodes is not None
+        name = node.publisher.worker
+        match fault.kind:
+            case "reconnect":
+                node.connect()
+            case "partition":
+                self.wire.cut(name, fault.duration_s)
+                self.timeline.after(fault.duration_s, node.connect)
+            case "agent_stall":
+                self.wire.hold_events(name, fault.duration_s)
+            case "loss" | "reorder" | "duplicate" as kind:
+                self.wire.chance(kind, name, fault.duration_s, fault.amount)
+            case kind:
+                done = self.nodes.inject(fault, node)
+                if done and kind == "node_restart" and fault.amount:
+                    for each in node.engines:
+                        self._die(fault, self.engines[each])
+                return done
         return True
 
     def _to_engine(self, fault: Fault, engine: SimEngine) -> bool:
@@ -346,7 +391,8 @@ class FaultWorld:
         if fault.kind == "swap":
             member = next(m for m in self.scenario.members if m.name == engine.name)
             layout, spec, identity = member.other
-            engine.change(layout, spec, fingerprint(layout, identity))
+            self._identities[engine.name] = fingerprint(layout, identity)
+            engine.change(layout, spec, self._identities[engine.name])
         self.outages.add(engine.name, now, now + fault.duration_s)
         self.timeline.after(fault.duration_s, self._start, engine, follows)
         return True
@@ -361,15 +407,21 @@ class FaultWorld:
             if engine.asleep:
                 engine.wake()
             engine.start()
+        if self.nodes is not None:
+            self.nodes.heal()
 
     def restart_all(self) -> None:
-        """New processes everywhere: nobody holds anything."""
+        """New processes everywhere, and empty tiers: nobody holds anything."""
+        if self.nodes is not None:
+            self.nodes.lose_all()
         for engine in self.engines.values():
             engine.stop()
             engine.start()
 
     def probe(self, number: int, tokens: Callable[[SimEngine], bytes]) -> None:
-        """Somebody else uses each engine once: it has something to say then."""
+        """Somebody else uses each engine once: it has something to say then. So do agents."""
+        if self.nodes is not None:
+            self.nodes.breathe()
         for name, engine in self.engines.items():
             submit = Submit(f"probe{number}.{name}", tokens(engine), 1)
             self.network.send(GATEWAY, name, submit)

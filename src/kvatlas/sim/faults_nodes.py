@@ -1,0 +1,193 @@
+"""The nodes of a scenario that has tiers: built, broken, healed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from kvatlas.core import agent_values as words
+from kvatlas.core.events import UnitsGone
+from kvatlas.core.keys import Keyring
+from kvatlas.core.records import Publisher, Tier
+from kvatlas.core.units import Unit
+from kvatlas.sim.engines import SimEngine
+from kvatlas.sim.faults import Fault, TierPlan
+from kvatlas.sim.gateway import Gateway
+from kvatlas.sim.links import Fabric
+from kvatlas.sim.network import Network
+from kvatlas.sim.tier_node import SimNode
+from kvatlas.sim.tier_units import Kept
+from kvatlas.sim.tiers import Tiers
+from kvatlas.sim.timeline import Timeline
+
+_OWN = (Tier.DRAM, Tier.DISK)
+
+
+class Nodes:
+    """All of them. ``counts``: per node, damaged units that agents counted whose lives are over."""
+
+    def __init__(
+        self,
+        plan: TierPlan,
+        seed: int,
+        *,
+        timeline: Timeline,
+        network: Network,
+        gateway: Gateway,
+        keyring: Keyring,
+        fingerprint: Callable[[SimEngine], bytes],
+    ) -> None:
+        self.plan = plan
+        self.counts: Counter[str] = Counter()
+        self._timeline = timeline
+        self._fabric = Fabric(timeline)
+        self._draw = random.Random(f"kvatlas.nodes/{seed}")
+        self._bad_disk: dict[str, tuple[float, float]] = {}  # node → until when, how likely
+        self._slow: dict[str, float] = {}  # link → until when
+        self._small: dict[tuple[str, Tier], float] = {}
+        self.tiers = Tiers(
+            timeline, network, self._fabric, plan.spec, keyring=keyring, fingerprint=fingerprint
+        )
+        self.tiers.verdict = self._verdict
+        store = "store" if plan.spec.object_bytes else ""
+        for node in plan.nodes:
+            made = self.tiers.add_node(node.name, node.engines, plan.card)
+            gateway.add_agent(made.publisher, [Publisher(name) for name in node.engines], store)
+
+    def __iter__(self) -> Iterator[SimNode]:
+        return iter(self.tiers.nodes.values())
+
+    @property
+    def flows(self) -> int:
+        """Copies on their way."""
+        return self._fabric.flows
+
+    def by_name(self, name: str) -> SimNode | None:
+        """A node, by its own name or its agent's."""
+        return self.tiers.nodes.get(name.removeprefix("agent-"))
+
+    def _verdict(self, node: str, effect: words.Effect, unit: Unit) -> str:
+        """What a disk with errors does to a unit that is read from it or written to it."""
+        until, share = self._bad_disk.get(node, (0.0, 0.0))
+        if self._timeline.now >= until or self._draw.random() >= share:
+            return ""
+        match effect:
+            case words.Save(tier=tier):
+                return "failed" if tier is Tier.DISK else ""
+            case words.Copy(source=source, target=target):
+                return "failed" if Tier.DISK in (source.tier, target) else ""
+            case words.Load(sources=sources):
+                disk = any(s.tier is Tier.DISK and unit in s.units for s in sources)
+                return "failed" if disk else ""
+        return ""
+
+    # -- faults ---------------------------------------------------------------------------------
+
+    def inject(self, fault: Fault, node: SimNode) -> bool:
+        """Let it happen to a node, where it can."""
+        until = self._timeline.now + fault.duration_s
+        match fault.kind:
+            case "disk_error":
+                self._bad_disk[node.name] = until, fault.amount
+            case "damaged":
+                return self._damage(node, fault.amount)
+            case "slow_store":
+                self._slow_down(node, fault)
+            case "lost_store":
+                return self._lose(node)
+            case "node_restart":
+                if not node.up:
+                    return False
+                self.stop(node)
+                self._timeline.after(fault.duration_s, node.start)
+            case "resize":
+                return self._resize(node, fault)
+        return True
+
+    def stop(self, node: SimNode) -> None:
+        """Its agent ends."""
+        self.counts[node.name] += node.agent.counts["damaged"]
+        node.stop()
+
+    def _damage(self, node: SimNode, share: float) -> bool:
+        """Turn over bytes of that share of the units in one place, at least of one."""
+        places = [tier for tier in (*_OWN, Tier.OBJECT) if node.held(tier)]
+        if not places:
+            return False
+        held = node.held(self._draw.choice(places))
+        for name in self._draw.sample(sorted(held), max(1, int(share * len(held)))):
+            held[name] = _broken(self._draw, held[name])
+        return True
+
+    def _slow_down(self, node: SimNode, fault: Fault) -> None:
+        own = [f"{node.name} disk read", f"{node.name} disk write"]
+        links = self._draw.choice((own, ["store"])) if self.tiers.store is not None else own
+        until = self._timeline.now + fault.duration_s
+        for link in links:
+            self._fabric.set_speed(link, fault.amount)
+            self._slow[link] = max(until, self._slow.get(link, 0.0))
+            self._timeline.at(self._slow[link], self._speed_up, link)
+
+    def _speed_up(self, link: str) -> None:
+        if self._timeline.now >= self._slow[link]:
+            self._fabric.set_speed(link, 1.0)
+
+    def _lose(self, node: SimNode) -> bool:
+        tiers = [tier for tier in _OWN if node.held(tier)]
+        if self.tiers.store is not None and self.tiers.store.held:
+            tiers.append(Tier.OBJECT)
+        if not tiers or not node.up:
+            return False
+        tier = self._draw.choice(tiers)
+        if tier is Tier.OBJECT:
+            self.tiers.lose_store()
+        else:
+            node.lose(tier)
+        return True
+
+    def _resize(self, node: SimNode, fault: Fault) -> bool:
+        spec = self.plan.spec
+        sizes = {Tier.DRAM: spec.dram_bytes, Tier.DISK: spec.disk_bytes}
+        tier = self._draw.choice([tier for tier in _OWN if sizes[tier]])
+        if not node.up:
+            return False
+        self._small[node.name, tier] = self._timeline.now + fault.duration_s
+        node.tell(words.Resize(tier, int(sizes[tier] * fault.amount)))
+        self._timeline.after(fault.duration_s, self._grow, node, tier, sizes[tier])
+        return True
+
+    def _grow(self, node: SimNode, tier: Tier, size_bytes: int) -> None:
+        if self._timeline.now >= self._small[node.name, tier]:
+            node.tell(words.Resize(tier, size_bytes))
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        """Every agent is there."""
+        for node in self.tiers.nodes.values():
+            node.start()
+
+    def breathe(self) -> None:
+        """Each agent says something, if only that it is there."""
+        for node in self.tiers.nodes.values():
+            node.announce((UnitsGone(Tier.DRAM),))
+
+    def lose_all(self) -> None:
+        """Nobody holds anything below the engines."""
+        for node in self.tiers.nodes.values():
+            for tier in _OWN:
+                if node.has(tier):
+                    node.lose(tier)
+        self.tiers.lose_store()
+
+
+def _broken(draw: random.Random, kept: Kept) -> Kept:
+    data = list(kept.data)
+    at = draw.randrange(len(data))
+    block = bytearray(data[at])
+    block[draw.randrange(len(block))] ^= 1 << draw.randrange(8)
+    data[at] = bytes(block)
+    return msgspec.structs.replace(kept, data=tuple(data))
