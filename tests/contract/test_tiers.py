@@ -285,6 +285,13 @@ def test_what_cannot_be_stored_is_refused_alone(
     assert [entry.name for entry in store.scan()] == [b"good"]
 
 
+def test_a_view_that_cannot_be_written_to_is_refused_and_nothing_is_lost(store: Store) -> None:
+    piece = value(b"name", 5000)
+    assert run(store.write, piece) == Report()
+    assert run(store.read, Piece(b"name", memoryview(bytes(5000)))).failed == (b"name",)
+    assert run(store.read, blank(piece)) == Report()
+
+
 # -- immutable ------------------------------------------------------------------------------------
 
 

@@ -473,6 +473,20 @@ def test_it_grows_shrinks_and_drains(rig: Rig, tmp_path: Path) -> None:
     whole(store)
 
 
+def test_a_segment_with_broken_places_goes_like_others(rig: Rig, tmp_path: Path) -> None:
+    store = rig.store
+    run(store.write, *map(piece_of, NAMES))
+    rig.files.fault = fails(errno.EIO, "read")
+    run(store.read, *(Piece(name, room(size_of(name))) for name in NAMES[:6]))
+    rig.files.fault = fails(0)
+    assert store.quarantined_bytes > 0
+    store.delete(store.resize(0))
+    assert not list(tmp_path.glob("segment-*"))
+    assert (store.size_bytes, store.free_bytes, store.quarantined_bytes) == (0, 0, 0)
+    store.resize(CAPACITY_BYTES)
+    assert store.free_bytes == CAPACITY_BYTES
+
+
 def test_a_smaller_disk_after_a_restart_forgets_what_lay_beyond(rig: Rig, tmp_path: Path) -> None:
     run(rig.store.write, *(Piece(b"%d" % n, content(b"%d" % n, 20_000)) for n in range(45)))
     rig.store.close()

@@ -3,16 +3,30 @@ there, nothing wrong is read, nothing leaks."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from disk_kit import WAIT_S, PowerFiles, opened, piece_of, right, run, watch, whole
+from disk_kit import (
+    CAPACITY_BYTES,
+    WAIT_S,
+    FaultyFiles,
+    PowerFiles,
+    opened,
+    piece_of,
+    right,
+    run,
+    watch,
+    whole,
+)
 
 from kvatlas.dataplane.tiers.base import Piece, Report
 from kvatlas.dataplane.tiers.disk import DiskStore
@@ -181,3 +195,56 @@ def test_a_store_that_does_not_check_is_caught(
     monkeypatch.setattr(DiskStore, "_fetch", trusting)
     with pytest.raises(AssertionError, match="other bytes were read"):
         cuts(tmp_path, range(12))
+
+
+# -- all at once ----------------------------------------------------------------------------------
+
+
+def test_many_threads_on_a_disk_that_fails_now_and_then(tmp_path: Path) -> None:
+    """Writes, reads, deletes and resizes of few names from six threads: never other bytes, and in
+    the end every byte is accounted for."""
+    made: list[FaultyFiles] = []
+
+    def faulty(path: Path) -> FaultyFiles:
+        made.append(FaultyFiles(path))
+        return made[0]
+
+    store = opened(tmp_path, files=faulty, queue_max=64)
+    chance, turn = random.Random(5), threading.Lock()
+
+    def fault(what: str, number: int) -> None:
+        with turn:
+            draw = chance.random()
+        if draw < 0.02:
+            raise OSError(errno.EIO if draw < 0.01 else errno.ENOSPC, "as told")
+
+    made[0].fault = fault
+
+    def work(seed: int) -> int:
+        draw, arrived = random.Random(seed), 0
+        for _ in range(120):
+            names = list({b"unit-%d" % draw.randrange(60) for _ in range(3)})
+            what = draw.random()
+            if what < 0.45:
+                run(store.write, *(piece_of(n, lasting=draw.random() < 0.05) for n in names))
+            elif what < 0.8:
+                arrived += sum(right(store, name) for name in names)
+            elif what < 0.97:
+                store.delete(names)
+            else:
+                store.resize(draw.choice([CAPACITY_BYTES // 2, CAPACITY_BYTES, CAPACITY_BYTES * 2]))
+        return arrived
+
+    with ThreadPoolExecutor(6) as threads:
+        assert sum(threads.map(work, range(6))) > 50
+    made[0].fault = lambda what, number: None
+    assert "fault" not in store.counts.all()
+    store.delete(store.resize(CAPACITY_BYTES))
+    held = [entry.name for entry in store.scan()]
+    whole(store)
+    run(store.write, *map(piece_of, held[:5]))
+    store.close()
+    again = opened(tmp_path)
+    assert all(right(again, name) for name in [entry.name for entry in again.scan()])
+    whole(again)
+    again.close()

@@ -87,7 +87,6 @@ class DiskStore:
         if segment_bytes < GRAIN_BYTES or threads < 1 or queue_max < 1 or not 0 < deadline_s < 1e6:
             raise ConfigError("disk: segment, threads, queue and deadline must be above zero")
         self.counts = Counts()
-        self.quarantined_bytes = 0
         self._codec = codec
         segment = min(segment_bytes, capacity_bytes) // GRAIN_BYTES * GRAIN_BYTES
         self._room = Room(segment)
@@ -173,12 +172,20 @@ class DiskStore:
         with self._lock:
             return self._room.free_bytes
 
+    @property
+    def quarantined_bytes(self) -> int:
+        """In them, of places that the medium could not read or write."""
+        with self._lock:
+            return self._room.broken_bytes
+
     def resize(self, capacity_bytes: int) -> list[bytes]:
         """More segments or fewer; 0 drains the store. Says which units are in the way: they can
         be read until they are deleted, and a segment's file goes with the last of them.
 
         Raises ConfigError when there is no room for more.
         """
+        if not isinstance(capacity_bytes, int):
+            raise ConfigError(f"disk: capacity of {capacity_bytes!r} bytes: a whole number")
         segment = self._room.segment_bytes
         with self._lock:
             wanted = max(0, capacity_bytes) // segment
@@ -249,6 +256,8 @@ class DiskStore:
         why: Why | None = Why.IO
         try:
             why = self._store(piece)
+        except StoreError:
+            why = Why.INVALID  # a label that does not fit
         finally:
             with self._lock:
                 del self._writing[piece.name]
@@ -318,7 +327,7 @@ class DiskStore:
     # -- reads ----------------------------------------------------------------------------------
 
     def _read(self, batch: Batch, piece: Piece) -> bool:
-        check(piece)
+        check(piece, filled=True)
         with self._lock:
             held = self._held.get(piece.name)
             why = Why.MISSING if held is None else _unfit(piece, held.label)
@@ -433,9 +442,9 @@ class DiskStore:
         if held.readers:
             return
         if held.broken:
-            self.quarantined_bytes += held.room
-            return
-        self._room.give(held.place, held.room)
+            self._room.set_aside(held.place, held.room)
+        else:
+            self._room.give(held.place, held.room)
         self._drop_emptied()
 
 

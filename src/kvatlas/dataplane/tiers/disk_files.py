@@ -49,14 +49,14 @@ class Files:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
             fd = self._open(path, flags)
+            before = os.fstat(fd).st_size
             try:
-                before = os.fstat(fd).st_size
                 if before > size_bytes:
                     os.ftruncate(fd, size_bytes)
                 os.posix_fallocate(fd, 0, size_bytes)
             except OSError:
                 os.close(fd)
-                if not path.stat().st_size:
+                if not before:
                     path.unlink()
                 raise
         except OSError as error:

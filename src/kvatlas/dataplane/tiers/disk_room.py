@@ -15,6 +15,7 @@ class Room:
         self.segment_bytes = segment_bytes
         self._areas: dict[int, Extents] = {}
         self._closing: set[int] = set()
+        self._broken: dict[int, int] = {}  # bytes set aside, by segment
         self._hint = 0
 
     def add(self, number: int, used: Iterable[tuple[int, int]] = ()) -> None:
@@ -30,9 +31,14 @@ class Room:
 
     def emptied(self) -> list[int]:
         """Closing segments with nothing in them; they are forgotten."""
-        gone = [n for n in self._closing if self._areas[n].free_bytes == self.segment_bytes]
+        gone = []
+        for number in self._closing:
+            free = self._areas[number].free_bytes
+            if free + self._broken.get(number, 0) == self.segment_bytes:
+                gone.append(number)
         for number in gone:
             self._closing.discard(number)
+            self._broken.pop(number, None)
             del self._areas[number]
         return gone
 
@@ -56,6 +62,16 @@ class Room:
         if area is None:
             raise StoreError(f"there is no segment {number}")
         area.give(offset, room)
+
+    def set_aside(self, place: int, room: int) -> None:
+        """A place that was taken and is not to be used again, nor by anybody."""
+        number = place // self.segment_bytes
+        self._broken[number] = self._broken.get(number, 0) + room
+
+    @property
+    def broken_bytes(self) -> int:
+        """Set aside, in segments that are written to."""
+        return sum(room for n, room in self._broken.items() if n not in self._closing)
 
     @property
     def numbers(self) -> list[int]:

@@ -159,7 +159,7 @@ class DramStore:
         ends: list[tuple[bytes, Why | None]] = []
         for piece in pieces:
             try:
-                check(piece)
+                check(piece, filled=kind == "read")
                 why = Why.CLOSED if self._closed else act(piece)
             except StoreError:
                 why = Why.INVALID

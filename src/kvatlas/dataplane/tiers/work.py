@@ -120,13 +120,15 @@ def let_go(piece: Piece, counts: Counts) -> None:
         counts.add("released_failed")
 
 
-def check(piece: Piece) -> None:
-    """Raises StoreError for what cannot be stored."""
+def check(piece: Piece, *, filled: bool = False) -> None:
+    """Raises StoreError for what cannot be stored, or (``filled``) not be read into."""
     view = piece.view
     if not 0 < len(piece.name) <= NAME_BYTES_MAX:
         raise StoreError(f"a name of {len(piece.name)} bytes")
     if view.ndim != 1 or view.itemsize != 1 or not view.c_contiguous or not view.nbytes:
         raise StoreError("a view must be bytes in a row, at least one")
+    if filled and view.readonly:
+        raise StoreError("a view to read into must be writable")
 
 
 def unfit(piece: Piece, size_bytes: int, checksum: int, fingerprint: bytes) -> Why | None:
