@@ -160,6 +160,7 @@ class Watched(RoundRobin):
         self.asked: list[Inbound] = []
         self.routes: list[Route] = []
         self.firsts: list[float] = []
+        self.not_reached: list[str] = []
         self.outcomes: list[Outcome] = []
         self.hold: asyncio.Event | None = None  # `choose` waits for it
         self.most: dict[str, int] = {}  # the most requests in flight, per worker
@@ -176,6 +177,9 @@ class Watched(RoundRobin):
         super().sent(route, target)
         count = self.in_flight[target.worker]
         self.most[target.worker] = max(count, self.most.get(target.worker, 0))
+
+    def unreached(self, route: Route, target: Target) -> None:
+        self.not_reached.append(target.worker)
 
     def first_token(self, route: Route, ttft_s: float) -> None:
         self.firsts.append(ttft_s)

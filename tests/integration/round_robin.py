@@ -56,6 +56,9 @@ class RoundRobin:
         self._at[id(route)] = target.worker
         self.in_flight[target.worker] += 1
 
+    def unreached(self, route: Route, target: Target) -> None:
+        """Another target is tried next."""
+
     def first_token(self, route: Route, ttft_s: float) -> None:
         pass
 

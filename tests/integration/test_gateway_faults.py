@@ -228,6 +228,7 @@ async def test_the_next_target_is_tried_when_one_cannot_be_reached() -> None:
         await s.settled()
         assert s.metric("kvatlas_retries_total") == 1
         assert s.steer.outcomes[0].target.worker == "w0"
+        assert s.steer.not_reached == ["dead"]
 
 
 async def test_no_engine_can_be_reached() -> None:

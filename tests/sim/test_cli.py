@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
-from sim_kit import BLOCK, chats
+from rich.console import Console
+from sim_kit import BLOCK, chats, cluster_of
 
 from kvatlas.cli.main import main
+from kvatlas.cli.sim import show
+from kvatlas.sim.world import simulate
 
 
 @pytest.fixture
@@ -46,6 +51,17 @@ def test_a_report_for_people_and_one_for_machines(
     assert sum(row["cached_tokens"] for row in rows) == sum(tokens["hits"].values())
 
 
+def test_people_see_what_the_busiest_links_carried() -> None:
+    report = simulate(cluster_of(count=1), chats(3))
+    links = {f"node-{i} out": i * 1e9 for i in range(10)}
+    told = io.StringIO()
+    show(msgspec.structs.replace(report, links=links), Console(file=told, width=100))
+    assert "over node-9 out" in told.getvalue()
+    assert "9.0 GB" in told.getvalue()
+    assert "over node-0" not in told.getvalue(), "nothing went over it"
+    assert "further links" in told.getvalue()
+
+
 def test_json_alone_on_stdout(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["sim", "--trace", str(trace), "--limit", "5", "--json", "-", "--quiet"]
     assert main([*argv, "--policy", "round_robin"]) == 0
@@ -68,6 +84,7 @@ def test_json_alone_on_stdout(trace: Path, capsys: pytest.CaptureFixture[str]) -
         (["--json", "/nowhere/x.json"], "cannot be written"),
         (["--export", "/nowhere/x.jsonl"], "cannot be written"),
         (["--block-tokens", "100"], "block size"),
+        (["--closed-loop"], "--closed-loop"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(

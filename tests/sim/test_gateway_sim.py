@@ -60,6 +60,21 @@ def test_a_dead_engine_is_passed_over_and_then_left_out() -> None:
     assert {tried[-1] for tried in scene.tried()[2:]} == {"e-0", "e-1"}
 
 
+def test_the_first_refused_connection_is_enough_until_the_next_good_look() -> None:
+    scene = Scene()
+    scene.world.engines["e-0"].stop()
+    scene.ask("first")
+    scene.wait(0.3)
+    for number in range(4):  # polls have noticed nothing yet
+        scene.ask(str(number), bytes([number]) * 40_000)
+    scene.wait(0.2)
+    assert [len(decision.plans) for decision in scene.log.decisions] == [2, 1, 1, 1, 1]
+    scene.world.engines["e-0"].start()
+    scene.wait(2.5)  # it was never down: one good look is enough
+    scene.ask("again")
+    assert len(scene.log.decisions[-1].plans) == 2
+
+
 def test_claims_of_a_life_that_ended_are_given_up() -> None:
     scene = Scene(count=1)
     scene.ask("first")

@@ -182,6 +182,24 @@ async def test_wrong_model_and_no_engine_are_clear_errors() -> None:
     assert [t.worker for t in (await bench.route()).targets] == ["a"]  # tried all the same
 
 
+async def test_where_no_connection_could_be_made_nothing_is_sent_before_a_good_look() -> None:
+    bench = Bench()
+    dead, well = bench.add("a"), bench.add("b")
+    bench.store(dead, 6)
+    bench.now = 5.0
+    route = await bench.route()
+    assert [target.worker for target in route.targets] == ["a", "b"]
+    bench.steering.unreached(route, route.targets[0])
+    assert [t.worker for t in (await bench.route("next")).targets] == ["b"]
+    assert bench.steering.reached(well, 1.0)
+    assert not bench.steering.reached(dead, 5.0)
+    bench.steering.set_up(dead, bench.steering.reached(dead, 5.5))
+    assert bench.steering.reached(dead, 1.0), "it is forgotten after a good look"
+    assert [t.worker for t in (await bench.route("last")).targets] == ["a", "b"]
+    bench.steering.unreached(Route("unknown", route.targets), route.targets[0])
+    assert bench.steering.reached(dead, 0.0)
+
+
 @pytest.mark.parametrize("model", [[], {}, 7, False, ["m"], "x" * 100_000])
 async def test_what_is_no_model_name_is_not_found(model: object) -> None:
     bench = Bench()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from kvatlas.sim.report import SimReport
 from kvatlas.sim.tier_spec import parse_tiers
 from kvatlas.sim.world import Play, simulate
 from kvatlas.workload.trace import FORMATS, Trace, open_trace
+
+_LINKS_SHOWN = 8  # those that carried most
 
 _EPILOG = """\
 The production core (directory, router, promises) runs under virtual time among modelled engines:
@@ -88,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         sort=args.sort,
         seed=args.seed,
     )
+    if args.closed_loop:
+        _check_turns(args, trace)
     slo = Slo(args.slo_ttft_s, args.slo_tpot_s)
     with _export(args.export) as export, _progress(args, trace) as on_end, _no_collector():
         report = simulate(
@@ -142,6 +147,16 @@ def _play(args: argparse.Namespace) -> Play:
         time_scale=args.time_scale,
         max_output_tokens=args.max_output,
     )
+
+
+def _check_turns(args: argparse.Namespace, trace: Trace) -> None:
+    """Without turns that could wait the run would be an open loop under another name."""
+    played = itertools.islice(trace, args.limit)
+    if not any(request.session and request.think_s is not None for request in played):
+        raise ConfigError(
+            f"--closed-loop: {args.trace} names no session with a turn that could wait for the "
+            "answer before it: leave the option out, or play a trace with sessions"
+        )
 
 
 @contextlib.contextmanager
@@ -243,6 +258,11 @@ def show(report: SimReport, console: Console) -> None:
             f"{pairs.expired:,} leases ran out",
         )
     _tier_rows(report, facts)
+    moved = [(size, name) for name, size in report.links.items() if size]
+    for size_bytes, name in sorted(moved, reverse=True)[:_LINKS_SHOWN]:
+        facts.add_row(f"over {name}", f"{size_bytes / 1e9:,.1f} GB")
+    if len(moved) > _LINKS_SHOWN:
+        facts.add_row("further links", f"{len(moved) - _LINKS_SHOWN}, see --json")
     for reason, count in report.fallbacks.items():
         facts.add_row("fallback", f"{count:,} × {reason}")
     console.print(facts)

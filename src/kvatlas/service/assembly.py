@@ -187,7 +187,8 @@ class Assembly:
         """Health and load as polled, to the router."""
         for worker in self.engines.workers.values():
             for publisher in worker.publishers():
-                self.steering.set_up(publisher, worker.up and not worker.asleep)
+                reached = self.steering.reached(publisher, worker.polled_s)
+                self.steering.set_up(publisher, worker.up and not worker.asleep and reached)
                 load = worker.loads.get(publisher.dp_rank)
                 if load is not None and load.running >= 0:
                     self.steering.set_load(publisher, load.running + max(0, load.waiting))

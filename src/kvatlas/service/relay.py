@@ -116,6 +116,7 @@ class Relay:
             try:
                 await self._exchange(target)
             except ConnectError as failure:
+                self._steer.unreached(self._route, target)
                 error = failure
                 continue
             except ResponseError as failure:

@@ -74,6 +74,10 @@ class Steer(Protocol):
         """The request goes to ``target`` now (again after a failed connect: the next target)."""
         ...
 
+    def unreached(self, route: Route, target: Target) -> None:
+        """No connection to ``target`` could be made."""
+        ...
+
     def first_token(self, route: Route, ttft_s: float) -> None:
         """The first body bytes of the answer arrived."""
         ...

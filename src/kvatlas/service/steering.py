@@ -7,6 +7,7 @@ is routed by load alone.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -84,6 +85,7 @@ class Steering:
         self._clock = clock
         self._ranks: dict[Publisher, Rank] = {}
         self._pending: dict[str, Entry] = {}
+        self._unreached: dict[Publisher, float] = {}  # when a connection last could not be made
         self.gaps = dispatcher.gaps
         self.errors = dispatcher.errors
         self.health_parts: list[Callable[[], Problems]] = []
@@ -108,6 +110,7 @@ class Steering:
 
     def remove(self, publisher: Publisher) -> None:
         """The engine is no longer configured; its requests in flight end by themselves."""
+        self._unreached.pop(publisher, None)
         if self._ranks.pop(publisher, None) is not None:
             self._tell(Leave(publisher))
 
@@ -169,6 +172,25 @@ class Steering:
         if entry is not None:
             entry.tried.append(target.worker)
             self._tell(Sent(route.id, _publisher(entry, target)))
+
+    def unreached(self, route: Route, target: Target) -> None:
+        """Polls take seconds to mark an engine down, and each request until then would try it
+        first: it is no candidate before the next good look (`reached`), all ranks of it."""
+        entry = self._pending.get(route.id)
+        if entry is None:
+            return
+        worker = _publisher(entry, target).worker
+        for publisher in [p for p in self._ranks if p.worker == worker]:
+            self._unreached[publisher] = self._clock()
+            self.set_up(publisher, False)
+
+    def reached(self, publisher: Publisher, looked_s: float) -> bool:
+        """Whether the last good look, at ``looked_s`` on the clock given at the start, is later
+        than any connection that could not be made."""
+        if looked_s > self._unreached.get(publisher, -math.inf):
+            self._unreached.pop(publisher, None)
+            return True
+        return False
 
     def first_token(self, route: Route, ttft_s: float) -> None:
         """The engine's prefill queue moved on."""

@@ -81,6 +81,7 @@ class _Worker:
         self.failures = 0
         self.successes = 0
         self.answered = True  # the last look
+        self.reached = True  # no connection failed since the last good look
 
 
 class Gateway:
@@ -244,7 +245,7 @@ class Gateway:
             for name, worker in sorted(
                 self._workers.items(), key=lambda item: (len(item[1].flights), item[0])
             )
-            if worker.role == role and worker.up and not worker.asleep
+            if worker.role == role and worker.up and not worker.asleep and worker.reached
         ]
 
     def _prefilled(self, source: str, ready: Ready) -> None:
@@ -272,7 +273,7 @@ class Gateway:
         flight.timer = None
         if not flight.life:
             self._network.send(GATEWAY, flight.target, Cancel(flight.inquiry.id))
-            self._try_next(flight, "no connection")
+            self._unreached(flight)
             return
         left = flight.heard_at + self.spec.engine_idle_timeout_s - self._timeline.now
         if left > 0:
@@ -280,6 +281,14 @@ class Gateway:
             return
         self._network.send(GATEWAY, flight.target, Cancel(flight.inquiry.id))
         self._broke_off(flight, "the engine fell silent")
+
+    def _unreached(self, flight: Flight) -> None:
+        """Polls take seconds to mark an engine down, and each request until then would try it
+        first: it is no candidate before the next good look."""
+        worker = self._workers[flight.target]
+        worker.reached = False
+        self._set_up(worker, worker.up)
+        self._try_next(flight, "no connection")
 
     def _broke_off(self, flight: Flight, why: str) -> None:
         """An engine failed that had accepted it: half a pair may be replaced, nothing else."""
@@ -352,7 +361,7 @@ class Gateway:
             case Refused(Submit(id)):
                 flight = self._mine(id, source)
                 if flight is not None and not flight.life:
-                    self._try_next(flight, "no connection")
+                    self._unreached(flight)
             case Pulse():
                 self._pulse(worker, message)
             case Events() | Subscribed() | Replayed() | Refused():
@@ -409,7 +418,7 @@ class Gateway:
                 if flight.life:
                     self._broke_off(flight, "the engine broke off")
                 else:
-                    self._try_next(flight, "no connection")
+                    self._unreached(flight)
 
     # -- health -----------------------------------------------------------------------------------
 
@@ -451,11 +460,14 @@ class Gateway:
         if pulse.asleep != worker.asleep:
             worker.asleep = pulse.asleep
             self._set_up(worker, worker.up)
+        if not worker.reached:
+            worker.reached = True
+            self._set_up(worker, worker.up)
         if not worker.up and worker.successes >= self.spec.up_after:
             self._set_up(worker, True)
         self.dispatcher.handle(SetLoad(worker.publisher, pulse.requests), self._timeline.now)
 
     def _set_up(self, worker: _Worker, up: bool) -> None:
         worker.up = up
-        routed = up and not worker.asleep
+        routed = up and not worker.asleep and worker.reached
         self.dispatcher.handle(SetUp(worker.publisher, routed), self._timeline.now)
