@@ -499,6 +499,17 @@ def test_a_smaller_disk_after_a_restart_forgets_what_lay_beyond(rig: Rig, tmp_pa
     again.close()
 
 
+def test_segments_of_another_size_begin_anew(rig: Rig, tmp_path: Path) -> None:
+    run(rig.store.write, *map(piece_of, NAMES))
+    rig.store.close()
+    again = DiskStore(tmp_path, CAPACITY_BYTES, segment_bytes=SEGMENT_BYTES // 2)
+    assert again.counts.all()["catalogue_lost"] == 1
+    assert list(again.scan()) == []
+    assert run(again.write, *map(piece_of, NAMES)) == Report()
+    whole(again)
+    again.close()
+
+
 def test_bytes_at_odd_addresses_are_stored_all_the_same(rig: Rig) -> None:
     odd = memoryview(bytearray(100_001))[1:]
     odd[:] = content(b"odd", 100_000)

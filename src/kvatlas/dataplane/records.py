@@ -27,7 +27,7 @@ _TAIL = struct.Struct("<Q")
 _SUM_BYTES = 16
 
 
-class Label(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Label(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """What some stored bytes are.
 
     ``checksum``: `checksum_of` the unit's own ``size_bytes``, before any codec; ``stored_bytes``

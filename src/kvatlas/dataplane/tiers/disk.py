@@ -42,7 +42,7 @@ _MASK = GRAIN_BYTES - 1
 _FOOT_BYTES = whole(GRAIN_BYTES - 1 + LABEL_BYTES_MAX)  # a unit's last bytes and its label
 
 
-class Held(msgspec.Struct, eq=False):
+class Held(msgspec.Struct, eq=False, gc=False):
     """A unit that can be found. ``gone``: not any more; its room is free with its last reader."""
 
     label: Label
@@ -94,7 +94,7 @@ class DiskStore:
         with ExitStack() as undo:
             self._files = files(directory)
             undo.callback(self._files.close)
-            catalogue = Catalogue(directory)
+            catalogue = Catalogue(directory, segment)
             undo.callback(catalogue.close)
             self._commits = Commits(catalogue, self._files, self.counts)
             self._counter = catalogue.epoch << 32
@@ -216,8 +216,10 @@ class DiskStore:
         used: dict[int, list[tuple[int, int]]] = {n: [] for n in there}
         wrong: list[bytes] = []
         end = 0
-        for row in catalogue.found:
-            held = _held_of(row)
+        shared: dict[object, object] = {}
+        while catalogue.found:  # from the first place on; nothing is kept twice on the way
+            row = catalogue.found.pop()
+            held = _held_of(row, shared)
             number, offset = divmod(row.place, size)
             fits = number in there and offset + row.room <= there[number]
             if held is None or not fits or row.place < end:
@@ -225,8 +227,7 @@ class DiskStore:
                 continue
             end = row.place + row.room
             used[number].append((offset, row.room))
-            self._held[row.name] = held
-        catalogue.found = []
+            self._held[held.label.name] = held
         if wrong:
             self.counts.add("found_unusable", len(wrong))
             self._commits.drop(wrong)
@@ -463,15 +464,21 @@ def _entry_of(label: Label) -> Entry:
     )
 
 
-def _held_of(row: Row) -> Held | None:
-    """None: not what was written."""
+def _held_of(row: Row, shared: dict[object, object]) -> Held | None:
+    """None: not what was written. ``shared``: values that many labels have."""
     try:
         label = unpack(row.label, Label)
     except StoreError:
         return None
     right = label.name == row.name and label.size_bytes > 0 and label.stored_bytes > 0
     right = right and row.room == _room_of(label.stored_bytes, len(row.label))
-    return Held(label, row.place, row.room) if right and row.place >= 0 else None
+    if not right or row.place < 0:
+        return None
+    same = {
+        name: shared.setdefault(getattr(label, name), getattr(label, name))
+        for name in ("tenant", "fingerprint", "size_bytes", "stored_bytes")
+    }
+    return Held(msgspec.structs.replace(label, **same), row.place, row.room)
 
 
 def _unfit(piece: Piece, label: Label) -> Why | None:

@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS units (
 _FORM = 1
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True, gc=False):
     """``place`` counts over all segments; ``label`` is packed."""
 
     name: bytes
@@ -38,16 +38,18 @@ class Row(msgspec.Struct, frozen=True):
 class Catalogue:
     """Not for threads: whoever owns it locks."""
 
-    def __init__(self, directory: Path) -> None:
-        """Opens or makes it; a damaged one is set aside as ``catalogue.damaged``.
+    def __init__(self, directory: Path, segment_bytes: int) -> None:
+        """Opens or makes it; a damaged one is set aside as ``catalogue.damaged``. Places in segments
+        of another size mean nothing and are forgotten.
 
-        ``lost``: that happened, and all that was held is forgotten. ``found``: all rows, in the
-        order of places. Raises ConfigError when the disk cannot be written to.
+        ``lost``: one of that happened, and all that was held is forgotten. ``found``: all rows,
+        the last place first. Raises ConfigError when the disk cannot be written to.
         """
         self.path = directory / "catalogue.db"
         self.lost = False
         self._commits = 0
         self._full = True
+        self._segment_bytes = segment_bytes
         try:
             self._db = self._open()
         except sqlite3.OperationalError as error:
@@ -70,10 +72,13 @@ class Catalogue:
             if found.get("form", _FORM) != _FORM:
                 raise sqlite3.DatabaseError("another form")
             self.epoch = found.get("epoch", 0) + 1
-            rows = (("form", _FORM), ("epoch", self.epoch))
+            if found.get("segment", self._segment_bytes) != self._segment_bytes:
+                self.lost = True
+                db.execute("DELETE FROM units")
+            rows = (("form", _FORM), ("epoch", self.epoch), ("segment", self._segment_bytes))
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            query = "SELECT name, place, room, label FROM units ORDER BY place"
+            query = "SELECT name, place, room, label FROM units ORDER BY place DESC"
             self.found = [Row(*row) for row in db.execute(query)]
         except BaseException:
             db.close()
