@@ -210,6 +210,26 @@ def test_the_waiting_room_is_limited_and_nothing_is_lost_by_it() -> None:
     assert told + seqs(second) == [1, 2, 3, 4, 5, ("replay", 5)]
 
 
+def test_what_waits_does_not_count_where_newer_batches_found_no_room() -> None:
+    """The room filled with the beginning of a history of which the end was applied before."""
+    sequencer = running(0)
+    effects = sequencer.offer(batch(10), 0.0)
+    for seq in (11, 12, 13, 60):
+        assert sequencer.offer(batch(seq), 0.0) == []
+    assert sequencer.counters.overflowed == 1
+    now = 0.0
+    told = seqs(sequencer.replay_failed(token(effects), now))
+    while (due := sequencer.next_deadline()) is not None and not sequencer.counters.replays_failed:
+        told += seqs(sequencer.tick(now := due))
+    assert [each for each in told if not isinstance(each, tuple)] == ["reset"]
+    assert not sequencer.replaying
+    assert sequencer.offer(batch(12), now) == []  # a late one of old
+    assert seqs(sequencer.offer(batch(61), now)) == [61]
+    due = sequencer.next_deadline()
+    assert due is not None
+    assert seqs(sequencer.tick(due)) == [("replay", 0)]  # the rest is asked for in time
+
+
 def test_the_waiting_room_is_limited_in_bytes() -> None:
     event = BlockStored((1,), None, b"\0" * 400, 100)
     sequencer = Sequencer(can_replay=True, limits=Limits(waiting_bytes_max=1000))

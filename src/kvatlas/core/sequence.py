@@ -445,13 +445,15 @@ class Sequencer:
         return effects
 
     def _skip(self) -> list[Effect]:
-        """Nobody can fill the hole: start anew from the last unbroken run that waits."""
-        seqs = sorted(self._waiting)
-        if not seqs:
-            assert self._newest is not None
-            effects = self._reset("what it sent is lost, and it cannot be asked again")
-            self._next = None
-            self._newest = None
+        """Nobody can fill the hole: start anew from the last unbroken run that waits; where what
+        came last is lost or found no room, after it: what waits is history, and must not count."""
+        seqs, newest = sorted(self._waiting), self._newest
+        assert newest is not None, "there is a hole before it"
+        if not seqs or seqs[-1] < newest[0]:
+            effects = self._reset("what it sent lately is lost, and it cannot be asked again")
+            self._forget_waiting()
+            self._next, self._last_ts = newest[0] + 1, newest[1]
+            self._rebuild_due = max(self._orphan_next, self._no_replay_until)
             return effects
         start = seqs[-1]
         while start - 1 in self._waiting:
