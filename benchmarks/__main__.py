@@ -29,6 +29,7 @@ NAMES = (
     "engine_model",
     "simulate",
     "dataplane",
+    "stores",
 )
 RESULTS = Path(__file__).parent / "results"
 

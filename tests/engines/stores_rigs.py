@@ -117,7 +117,7 @@ SEGMENT = """
 import sys, time
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
-code = store.setup("127.0.0.1", "P2PHANDSHAKE", 64 << 20, 16 << 20, "tcp", "", sys.argv[1])
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
 print("setup", code, flush=True)
 time.sleep(3600 if code == 0 else 0)
 """
@@ -126,8 +126,9 @@ time.sleep(3600 if code == 0 else 0)
 class MooncakeRig:
     """A master and a process that gives memory; stores of ours are clients only."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, segment_bytes: int = 64 << 20) -> None:
         self._directory = directory
+        self._segment_bytes = segment_bytes
         self.port, self._admin = free_ports(2)
         self.arena = Arena.create(16 << 20, directory=None)
         self._start()
@@ -139,8 +140,9 @@ class MooncakeRig:
         self.master = Server(argv, self.port, self._directory / "master.log")
         log = self._directory / "segment.log"
         with log.open("wb") as out:
+            words = [f"127.0.0.1:{self.port}", str(self._segment_bytes)]
             self.segment = subprocess.Popen(
-                [sys.executable, "-c", SEGMENT, f"127.0.0.1:{self.port}"], stdout=out, stderr=out
+                [sys.executable, "-c", SEGMENT, *words], stdout=out, stderr=out
             )
         wait_until(lambda: b"setup" in log.read_bytes() or self.segment.poll() is not None)
         assert b"setup 0" in log.read_bytes(), log.read_text("utf-8", "replace")[-2000:]

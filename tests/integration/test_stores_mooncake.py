@@ -166,7 +166,7 @@ def test_closing_while_the_master_is_stalled_hangs_nobody(rig: MooncakeRig) -> N
         {"threads": 0},
         {"deadline_s": float("nan")},
         {"segment_bytes": -1},
-        {"bounce_bytes": 512},
+        {"bounce_bytes": 4096},
     ],
 )
 def test_impossible_settings_are_refused(bad: dict[str, object]) -> None:

@@ -86,14 +86,17 @@ class Verdict(enum.Enum):
     BROKEN = enum.auto()  # not even what it says of itself: it should go
 
 
-def judge(label: Label | None, piece: Piece, stored_bytes: int) -> Verdict:
+def judge(
+    label: Label | None, piece: Piece, stored_bytes: int, checksum: int | None = None
+) -> Verdict:
     """``stored_bytes`` lie after the label; where they are as many as the piece has, they are in
-    its view. Where they are right their checksum is put into the piece."""
+    its view, and ``checksum`` is what they were summed to, if they were. Where they are right it is
+    put into the piece."""
     if label is None or label.name != piece.name or label.stored_bytes != stored_bytes:
         return Verdict.BROKEN
     if stored_bytes != piece.view.nbytes:
         return Verdict.OTHER
-    found = checksum_of(piece.view)
+    found = checksum_of(piece.view) if checksum is None else checksum or 1
     if found != records.checksum_int(label.checksum):
         return Verdict.BROKEN
     if piece.checksum not in (0, found) or piece.fingerprint not in (b"", label.fingerprint):

@@ -13,7 +13,6 @@ is left out where the master has just failed to answer.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -34,13 +33,16 @@ from kvatlas.dataplane.tiers import framing
 from kvatlas.dataplane.tiers.base import Entry, Finish, Piece
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.dataplane.tiers.runs import Counts
-from kvatlas.dataplane.tiers.work import Batch, Why, Workers
+from kvatlas.dataplane.tiers.work import Batch, Task, Why, Workers, let_go
 from kvatlas.errors import ConfigError, StoreError
 
+GROUP = 8  # pieces in one call
+BODY = GROUP * HEADER_BYTES  # in a bounce buffer; labels lie before it
 LOOK_S = 1.0  # between two looks at the marker
 KEYS_BYTES_MAX = 256 << 20
 _GONE, _FULL, _SIZES = -704, (-200,), (-600, -800)  # of mooncake-store's ErrorCode
 T = TypeVar("T")
+_Act = Callable[[Batch, list[Piece]], None]
 _TRY = """
 import os, sys
 from mooncake.store import MooncakeDistributedStore
@@ -56,6 +58,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     ``admin_url``: the master's HTTP port, for `scan`; without it the store counts as empty after a
     restart of ours. ``bounce_bytes``: per thread, for values outside the registered memory.
+    ``connect_s``: for one try to connect, in the background.
     """
 
     master: str = "127.0.0.1:50051"
@@ -71,6 +74,7 @@ class Settings(msgspec.Struct, frozen=True):
     threads: int = 4
     queue_max: int = 4096
     deadline_s: float = 10.0
+    connect_s: float = 30.0
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values that cannot work, RDMA without a device among them: Mooncake
@@ -83,11 +87,12 @@ class Settings(msgspec.Struct, frozen=True):
                 raise ConfigError("mooncake: protocol rdma, and this machine has no RDMA device")
             if os.environ.get("MC_FORCE_TCP"):
                 raise ConfigError("mooncake: protocol rdma, and MC_FORCE_TCP is set")
-        if min(self.threads, self.queue_max) < 1 or not 0 < self.deadline_s < 86400:
-            raise ConfigError("mooncake: threads and queue_max must be at least 1, deadline_s > 0")
-        if self.segment_bytes < 0 or self.buffer_bytes < 1 or self.bounce_bytes <= HEADER_BYTES:
+        times = (self.deadline_s, self.connect_s)
+        if min(self.threads, self.queue_max) < 1 or not all(0 < t < 86400 for t in times):
+            raise ConfigError("mooncake: threads and queue_max must be at least 1, times > 0")
+        if self.segment_bytes < 0 or self.buffer_bytes < 1 or self.bounce_bytes <= BODY:
             raise ConfigError(
-                f"mooncake: segment_bytes, buffer_bytes or bounce_bytes (above {HEADER_BYTES})"
+                f"mooncake: segment_bytes, buffer_bytes or bounce_bytes (above {BODY})"
             )
 
 
@@ -135,11 +140,11 @@ class MooncakeStore:
 
     def write(self, pieces: Sequence[Piece], done: Finish) -> None:
         """See `base.Store`."""
-        self._workers.run("write", pieces, self._write, done)
+        self._workers.run("write", pieces, self._grouped(pieces, self._write), done)
 
     def read(self, pieces: Sequence[Piece], done: Finish) -> None:
         """See `base.Store`."""
-        self._workers.run("read", pieces, self._read, done)
+        self._workers.run("read", pieces, self._grouped(pieces, self._read), done)
 
     def delete(self, names: Sequence[bytes]) -> None:
         """See `base.Store`. Raises StoreError where the master cannot be asked."""
@@ -225,7 +230,7 @@ class MooncakeStore:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as child:
-            until = time.monotonic() + self.settings.deadline_s
+            until = time.monotonic() + self.settings.connect_s
             while child.poll() is None:
                 if time.monotonic() > until or self._closed.wait(0.02):
                     child.kill()
@@ -293,53 +298,90 @@ class MooncakeStore:
 
     # -- one piece --------------------------------------------------------------------------------
 
-    def _write(self, batch: Batch, piece: Piece) -> bool:
-        if not self._may(batch, piece):
-            return False
-        header = framing.pack(piece)
-        if header is None:
-            batch.settle(piece, Why.DAMAGED)
-            return False
-        bounce = self._bounce()
-        bounce.view[:HEADER_BYTES] = header
-        with self._place(piece, bounce) as address:
-            if address is None:
-                batch.settle(piece, Why.INVALID)
-                return False
-            if address == bounce.address + HEADER_BYTES:
-                bounce.view[HEADER_BYTES : HEADER_BYTES + piece.view.nbytes] = piece.view
-            (code,) = self._client.batch_put_from_multi_buffers(
-                [self._key(piece.name)],
-                [[bounce.address, address]],
-                [[HEADER_BYTES, piece.view.nbytes]],
-            )
-        why = None if code == 0 else Why.FULL if code in _FULL else Why.IO
-        if why is Why.IO:
-            self._counts.add(f"code_{code}")
-        batch.settle(piece, why)
-        return False
+    def _grouped(self, pieces: Sequence[Piece], act: _Act) -> Task:
+        """Each thread takes several pieces of an operation at a time: one call for all of them."""
+        share = -(-len(pieces) // self.settings.threads)
+        waiting = {id(piece): piece for piece in pieces}
+        lock = threading.Lock()
 
-    def _read(self, batch: Batch, piece: Piece) -> bool:
-        if not self._may(batch, piece):
-            return False
-        bounce = self._bounce()
-        with self._place(piece, bounce) as address:
-            if address is None:
-                batch.settle(piece, Why.INVALID)
-                return False
-            (code,) = self._client.batch_get_into_multi_buffers(
-                [self._key(piece.name)],
-                [[bounce.address, address]],
-                [[HEADER_BYTES, piece.view.nbytes]],
-            )
-            if code == HEADER_BYTES + piece.view.nbytes and address == (
-                bounce.address + HEADER_BYTES
-            ):
-                piece.view[:] = bounce.view[HEADER_BYTES : HEADER_BYTES + piece.view.nbytes]
-        batch.settle(piece, self._verdict(code, piece, bounce))
-        return False
+        def take() -> Piece | None:
+            with lock:
+                return waiting.pop(next(iter(waiting))) if waiting else None
 
-    def _verdict(self, code: int, piece: Piece, bounce: _Memory) -> Why | None:
+        def task(batch: Batch, piece: Piece) -> bool:
+            with lock:
+                waiting.pop(id(piece), None)
+            group = [piece]
+            while len(group) < min(GROUP, share) and (other := take()) is not None:
+                if batch.start(other):
+                    group.append(other)
+            try:
+                act(batch, [one for one in group if self._may(batch, one)])
+            finally:
+                for other in group[1:]:
+                    let_go(other, self._counts)
+            return False
+
+        return task
+
+    def _write(self, batch: Batch, group: list[Piece]) -> None:
+        headers = {id(piece): framing.pack(piece) for piece in group}
+        for piece in group:
+            if headers[id(piece)] is None:
+                batch.settle(piece, Why.DAMAGED)
+        good = [piece for piece in group if headers[id(piece)]]
+        for places in self._placed(batch, good):
+            bounce = self._bounce()
+            for place in places:
+                bounce.view[place.head : place.head + HEADER_BYTES] = (
+                    headers[id(place.piece)] or b""
+                )
+                if place.bounced:
+                    bounce.view[BODY : BODY + place.size] = place.piece.view
+            codes = self._client.batch_put_from_multi_buffers(*self._call(places, bounce))
+            for place, code in zip(places, codes, strict=True):
+                why = None if code == 0 else Why.FULL if code in _FULL else Why.IO
+                if why is Why.IO:
+                    self._counts.add(f"code_{code}")
+                batch.settle(place.piece, why)
+
+    def _read(self, batch: Batch, group: list[Piece]) -> None:
+        for places in self._placed(batch, group):
+            bounce = self._bounce()
+            codes = self._client.batch_get_into_multi_buffers(*self._call(places, bounce))
+            for place, code in zip(places, codes, strict=True):
+                piece = place.piece
+                if place.bounced and code == HEADER_BYTES + place.size:
+                    piece.view[:] = bounce.view[BODY : BODY + place.size]
+                header = bounce.view[place.head : place.head + HEADER_BYTES]
+                batch.settle(piece, self._verdict(code, piece, header))
+
+    def _placed(self, batch: Batch, group: list[Piece]) -> Iterator[list[_Place]]:
+        """What can be moved in place, together; then what has to go by the bounce buffer, one by
+        one; what is too large for that is settled."""
+        inside: list[_Place] = []
+        outside: list[_Place] = []
+        for piece in group:
+            address = self._address(piece)
+            if address is not None:
+                inside.append(_Place(piece, len(inside) * HEADER_BYTES, address))
+            elif piece.view.nbytes <= self.settings.bounce_bytes - BODY:
+                outside.append(_Place(piece, 0, self._bounce().address + BODY, bounced=True))
+            else:
+                batch.settle(piece, Why.INVALID)
+        if inside:
+            yield inside
+        for place in outside:
+            yield [place]
+
+    def _call(
+        self, places: list[_Place], bounce: _Memory
+    ) -> tuple[list[str], list[list[int]], list[list[int]]]:
+        keys = [self._key(place.piece.name) for place in places]
+        addresses = [[bounce.address + place.head, place.address] for place in places]
+        return keys, addresses, [[HEADER_BYTES, place.size] for place in places]
+
+    def _verdict(self, code: int, piece: Piece, header: memoryview) -> Why | None:
         key = self._key(piece.name)
         if code == _GONE:
             self._look()
@@ -352,7 +394,7 @@ class MooncakeStore:
             self._counts.add(f"code_{code}")
             self._look()
             return Why.IO
-        label = framing.unpack(bounce.view[:HEADER_BYTES])
+        label = framing.unpack(header)
         verdict = framing.judge(label, piece, piece.view.nbytes)
         if verdict is Verdict.BROKEN:
             self._counts.add("quarantined")
@@ -372,22 +414,14 @@ class MooncakeStore:
             return False
         return True
 
-    @contextlib.contextmanager
-    def _place(self, piece: Piece, bounce: _Memory) -> Iterator[int | None]:
-        """Where the client reads or writes: the view itself where it is registered, else the bounce
-        buffer. None: too large for that."""
+    def _address(self, piece: Piece) -> int | None:
+        """Where its view lies, if that is registered."""
         if piece.view.readonly:
-            inside = None
-        else:
-            held = ctypes.c_char.from_buffer(piece.view)
-            inside = ctypes.addressof(held)
-            end = inside + piece.view.nbytes
-            if not any(m.address <= inside and end <= m.end for m in self._memory):
-                inside = None
-            del held
-        if inside is None and piece.view.nbytes <= self.settings.bounce_bytes - HEADER_BYTES:
-            inside = bounce.address + HEADER_BYTES
-        yield inside
+            return None
+        address = ctypes.addressof(ctypes.c_char.from_buffer(piece.view))
+        end = address + piece.view.nbytes
+        inside = any(m.address <= address and end <= m.end for m in self._memory)
+        return address if inside else None
 
     def _bounce(self) -> _Memory:
         """This thread's own."""
@@ -410,6 +444,17 @@ class MooncakeStore:
             return bytes.fromhex(key[len(start) :]) if key.startswith(start) else None
         except ValueError:
             return None
+
+
+class _Place:
+    """A piece, where in the bounce buffer its label is, and the address of its bytes."""
+
+    def __init__(self, piece: Piece, head: int, address: int, *, bounced: bool = False) -> None:
+        self.piece = piece
+        self.head = head
+        self.address = address
+        self.bounced = bounced
+        self.size = piece.view.nbytes
 
 
 class _Memory:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import msgspec
+import xxhash
 
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.records import Label
@@ -35,6 +36,7 @@ from kvatlas.dataplane.tiers.sockets import Address, Stream
 from kvatlas.errors import ConfigError, StoreError
 
 NAMES_MAX = 4096
+RUN_BYTES = 64 << 20
 REQUEST_BYTES_MAX = 2 << 20
 MAGIC = b"KVAP\1\0\0\0"
 _LENGTH = struct.Struct("<I")
@@ -139,9 +141,11 @@ class PeerServer:
                     self._look_at(request.names)
                     link.send([_SAME])
                 elif request.names:
+                    last = b""
                     for name in request.names:
-                        self._answer(link, name)
+                        last = self._answer(link, name, last)
                         link.until = time.monotonic() + self._limits[1]
+                    link.send([last])
                 else:
                     self._list(link, request.start)
         except TimeoutError:
@@ -167,12 +171,14 @@ class PeerServer:
             raise ValueError("the reader does not know the token")
         link.send([_SAME])
 
-    def _answer(self, link: Stream, name: bytes) -> None:
+    def _answer(self, link: Stream, name: bytes, last: bytes) -> bytes:
+        """Sends ``last``, the word on the value before, and this value; says the word on it, which
+        goes out with the next one: a small packet of its own would wake the reader for it."""
         unit = self._dram.pin(name)
         if unit is None:
             self.counts.add("missing")
-            link.send([_MISSING])
-            return
+            link.send([last, _MISSING])
+            return b""
         arena = self._dram.arena
         try:
             view = arena.view(unit.slot)
@@ -185,12 +191,12 @@ class PeerServer:
                 fingerprint=unit.fingerprint,
             )
             # sendmsg has copied all bytes when it returns: what is current then was sent whole.
-            link.send([framing.header_of(label), view])
+            link.send([last, framing.header_of(label), view])
             same = arena.current(unit.slot)
-            link.send([_SAME if same else _RECYCLED])
         finally:
             self._dram.unpin(unit.slot)
         self.counts.add("sent" if same else "recycled")
+        return _SAME if same else _RECYCLED
 
     def _look_at(self, names: list[bytes]) -> None:
         """A reader found them wrong: where they are wrong here they go, else it was the way."""
@@ -245,6 +251,7 @@ class PeerStore:
             streams=settings.streams,
             queue_max=settings.queue_max,
             deadline_s=settings.deadline_s,
+            run_bytes=RUN_BYTES,
         )
 
     @property
@@ -325,8 +332,9 @@ class PeerStore:
             label = framing.unpack(head)
             if label is None:  # where the next answer begins is not known any more
                 raise ValueError(f"{self._address}: an answer is garbled")
+            digest = xxhash.xxh3_128()
             if label.size_bytes == piece.view.nbytes:
-                link.fill(piece.view)
+                link.fill(piece.view, digest)
             else:
                 link.skip(label.size_bytes)
             link.fill(tail)
@@ -334,7 +342,7 @@ class PeerStore:
                 self._runs.counts.add("recycled")
                 outcome.fail()
                 continue
-            verdict = framing.judge(label, piece, label.size_bytes)
+            verdict = framing.judge(label, piece, label.size_bytes, digest.intdigest())
             if tail == _SAME and verdict is Verdict.RIGHT:
                 outcome.arrive()
                 continue

@@ -18,6 +18,7 @@ from kvatlas.dataplane.tiers.base import Finish, Piece, Report
 from kvatlas.errors import ConfigError
 
 RUN_BYTES = 8 << 20
+RUN_BYTES_MIN = 1 << 20
 RUN_PIECES = 128
 _NO = {"busy": "too much waits already", "closed": "the store was closed"}
 
@@ -134,7 +135,9 @@ class Runs(Generic[L]):
         streams: int = 4,
         queue_max: int = 1024,
         deadline_s: float = 10.0,
+        run_bytes: int = RUN_BYTES,
     ) -> None:
+        """``run_bytes``: what may be asked for at once; an operation is spread over all streams."""
         if streams < 1 or queue_max < 1 or not 0 < deadline_s < 86400:
             raise ConfigError(
                 f"{name}: streams ({streams}) and queue_max ({queue_max}) must be at least 1,"
@@ -145,6 +148,8 @@ class Runs(Generic[L]):
         self.counts = Counts()
         self._connect = connect
         self._queue_max = queue_max
+        self._streams = streams
+        self._run_bytes = run_bytes
         self._queue: queue.SimpleQueue[_Job[L] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._links: set[L] = set()
@@ -162,7 +167,9 @@ class Runs(Generic[L]):
         fit = [piece for piece in pieces if framing.fit(piece)]
         bad = Outcome([piece for piece in pieces if not framing.fit(piece)])
         until = time.monotonic() + self.deadline_s
-        cut = [Outcome(run) for run in _cut(fit)]
+        share = sum(piece.view.nbytes for piece in fit) // self._streams + 1
+        size = max(min(share, self._run_bytes), RUN_BYTES_MIN)
+        cut = [Outcome(run) for run in _cut(fit, size)]
         joint = _Joint(len(cut) + 1, done)
         self._end(bad, joint, self._lost("invalid", "not fit to be stored") if bad.open else "")
         with self._lock:
@@ -270,11 +277,11 @@ class Runs(Generic[L]):
             self.counts.add("done_raised")
 
 
-def _cut(pieces: Sequence[Piece]) -> Iterable[list[Piece]]:
+def _cut(pieces: Sequence[Piece], run_bytes: int) -> Iterable[list[Piece]]:
     run: list[Piece] = []
     size_bytes = 0
     for piece in pieces:
-        if run and (size_bytes + piece.view.nbytes > RUN_BYTES or len(run) >= RUN_PIECES):
+        if run and (size_bytes >= run_bytes or len(run) >= RUN_PIECES):
             yield run
             run, size_bytes = [], 0
         run.append(piece)

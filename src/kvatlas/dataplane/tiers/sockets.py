@@ -14,7 +14,11 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
+from kvatlas.dataplane.arena import Digest
+
 LINE_BYTES_MAX = 4096
+SUM_BYTES = 256 << 10  # received and summed at once
+SLACK_S = 0.02
 _PARTS_MAX = 512  # of one sendmsg; the kernel takes 1,024
 _TIME = struct.Struct("@ll")
 
@@ -45,6 +49,7 @@ class Stream:
         self._buffer = bytearray(LINE_BYTES_MAX)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
+        self._limits: dict[int, tuple[float, float]] = {}
 
     @classmethod
     def connect(cls, address: Address, until: float) -> Self:
@@ -94,20 +99,24 @@ class Stream:
                 self._start, self._end = 0, size
             if self._end == LINE_BYTES_MAX:
                 raise ValueError("a line without an end")
-            self._end += self._receive([self._view[self._end :]], 0)
+            self._end += self._receive(self._view[self._end :], 0)
 
-    def fill(self, target: memoryview) -> None:
-        """Exactly so many bytes; what comes after them is kept for the next call."""
-        size = min(len(target), self._end - self._start)
-        target[:size] = self._view[self._start : self._start + size]
-        self._start += size
-        if size == len(target):
-            return
-        self._start = self._end = 0
-        while size < len(target):
-            want = target[size:]
-            got = self._receive([want], socket.MSG_WAITALL)
-            size += got
+    def fill(self, target: memoryview, digest: Digest | None = None) -> None:
+        """Exactly so many bytes; what comes after them is kept for the next call. ``digest`` takes
+        them in piece by piece, while they are in the core's cache."""
+        at = min(len(target), self._end - self._start)
+        target[:at] = self._view[self._start : self._start + at]
+        self._start += at
+        if digest is not None and at:
+            digest.update(target[:at])
+        if at < len(target):
+            self._start = self._end = 0
+        while at < len(target):
+            end = len(target) if digest is None else min(len(target), at + SUM_BYTES)
+            got = self._receive(target[at:end], socket.MSG_WAITALL)
+            if digest is not None:
+                digest.update(target[at : at + got])
+            at += got
 
     def skip(self, size_bytes: int) -> None:
         """Read and forget."""
@@ -127,11 +136,11 @@ class Stream:
         with self._ended:
             self._socket.close()
 
-    def _receive(self, parts: list[memoryview], flags: int) -> int:
+    def _receive(self, target: memoryview, flags: int) -> int:
         while True:
             self._limit(socket.SO_RCVTIMEO)
             try:
-                got = self._socket.recv_into(parts[0], 0, flags)
+                got = self._socket.recv_into(target, 0, flags)
             except BlockingIOError:
                 continue
             if not got:
@@ -139,7 +148,15 @@ class Stream:
             return got
 
     def _limit(self, option: int) -> None:
-        left_s = _left(self.until)
+        """The kernel's own timeout, set anew where the last is older than `SLACK_S`."""
+        now = time.monotonic()
+        left_s = self.until - now
+        if left_s <= 0:
+            raise TimeoutError("the deadline has passed")
+        ends, set_at = self._limits.get(option, (0.0, 0.0))
+        if ends == self.until and now - set_at < SLACK_S:
+            return
+        self._limits[option] = (self.until, now)
         seconds = int(left_s)
         micros = max(1, int((left_s - seconds) * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(seconds, micros))

@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+import xxhash
 
 from kvatlas.core.records import Tier
+from kvatlas.dataplane.arena import Digest
 from kvatlas.dataplane.records import Label
 from kvatlas.dataplane.tiers import framing
 from kvatlas.dataplane.tiers.base import Entry, Finish, Piece
@@ -106,7 +108,7 @@ class Server(Stream):
             raise ValueError("valkey: an answer without an end")
         return bytes(data[:size_bytes])
 
-    def value(self, head: memoryview | None, target: memoryview) -> int:
+    def value(self, head: memoryview | None, target: memoryview, digest: Digest) -> int:
         """A value straight to its place, as far as it has that size; says how long it is after
         its head, or -1 where it is not there. Raises Refused, ValueError."""
         line = self.line()
@@ -123,7 +125,7 @@ class Server(Stream):
             self.fill(part)
             size -= len(part)
         if size == len(target):
-            self.fill(target)
+            self.fill(target, digest)
         else:
             self.skip(size)
         end = bytearray(2)
@@ -261,15 +263,18 @@ class ValkeyStore:
         broken: list[Piece] = []
         for piece in list(outcome.open):
             found = []
+            digest = xxhash.xxh3_128()
             for index in range(self._chunks(piece.view.nbytes) + 1):
                 part = piece.view[index * size : (index + 1) * size]
-                found.append(server.value(None if index else head, part))
+                found.append(server.value(None if index else head, part, digest))
             label = framing.unpack(head)
             if found[0] >= 0 and label is not None and label.stored_bytes != piece.view.nbytes:
                 # Of another size: its first key tells, how many others it has is its own affair.
                 whole = found[0] == min(label.stored_bytes, size)
                 found = [label.stored_bytes if whole else 0]
-            verdict = framing.judge(label, piece, sum(found)) if min(found) >= 0 else None
+            verdict = None
+            if min(found) >= 0:
+                verdict = framing.judge(label, piece, sum(found), digest.intdigest())
             if verdict is None:
                 outcome.fail()
             elif verdict is Verdict.RIGHT:

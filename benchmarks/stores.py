@@ -1,0 +1,359 @@
+"""Stores beyond the node, each beside the plainest thing that moves the same bytes.
+
+Values of 1 MiB and of V4 Flash's body (985,664 bytes per 256 tokens), 32 at a time, in alternating
+rounds. Our side verifies every byte by checksum, the other side does not. Valkey: a raw socket that
+reads into one buffer, and valkey-py. Peer: a bare socket between two processes. Mooncake: its own
+client, from as many threads and in one batch. S3: obstore alone against the same server (moto,
+Python, slow: it shows what we add, not what S3 can do).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.peers import ROOT
+from kvatlas.dataplane.arena import Arena
+from kvatlas.dataplane.tiers import mooncake, peer, valkey
+from kvatlas.dataplane.tiers.base import Piece, Report, Store
+from kvatlas.dataplane.tiers.framing import HEADER_BYTES
+
+sys.path.insert(0, str(ROOT / "tests" / "engines"))
+from stores_kit import start_valkey
+from stores_rigs import MooncakeRig, S3Rig, mooncake_package, s3_packages
+
+SIZES = {"1 MiB": 1 << 20, "V4 body": 985_664}
+COUNT = 32
+ROUNDS = 15
+_Act = Callable[[], object]
+
+
+def run() -> dict[str, Any]:
+    """GB/s (median of rounds) per store, size and side, and ratios; prints a table."""
+    figures: dict[str, Any] = {}
+    for label, size in SIZES.items():
+        with tempfile.TemporaryDirectory() as scratch, _arena() as arena:
+            for name, sides in _SIDES.items():
+                with sides(Path(scratch), arena, size) as acts:
+                    if acts is None:
+                        figures[f"{name}, {label}"] = "not installed"
+                        continue
+                    for what, of in acts.items():
+                        figures[f"{name} {what}, {label}"] = _measure(of, size)
+    _print(figures)
+    return figures
+
+
+def _measure(of: dict[str, _Act], size: int) -> dict[str, Any]:
+    """Rounds in turn; ratios are medians of the rounds' own."""
+    for act in of.values():
+        act()
+    rates: dict[str, list[float]] = {side: [] for side in of}
+    spent: dict[str, list[float]] = {side: [] for side in of}
+    for _ in range(ROUNDS):
+        for side, act in of.items():
+            used, started = time.process_time(), time.perf_counter()
+            act()
+            rates[side].append(COUNT * size / (time.perf_counter() - started) / 1e9)
+            spent[side].append((time.process_time() - used) * 1e12 / (COUNT * size))
+    ours, *others = of
+    ratios = {
+        f"kvatlas / {other}": round(
+            statistics.median(a / b for a, b in zip(rates[ours], rates[other], strict=True)), 3
+        )
+        for other in others
+    }
+    found: dict[str, Any] = {side: round(statistics.median(r), 3) for side, r in rates.items()}
+    processor = {side: round(statistics.median(ms)) for side, ms in spent.items()}
+    return found | ratios | {"processor ms per GB": processor}
+
+
+def _print(figures: dict[str, Any]) -> None:
+    table = Table(title=f"{COUNT} values at a time, median of {ROUNDS} rounds")
+    for head in ("what", "GB/s", "kvatlas / other", "processor ms per GB, this side"):
+        table.add_column(head)
+    for what, found in figures.items():
+        if isinstance(found, str):
+            table.add_row(what, found, "", "")
+            continue
+        rates = ", ".join(
+            f"{k} {v:.2f}" for k, v in found.items() if isinstance(v, float) and " / " not in k
+        )
+        ratios = ", ".join(f"{k[10:]} {v:.2f}" for k, v in found.items() if " / " in k)
+        spent = ", ".join(f"{k} {v}" for k, v in found["processor ms per GB"].items())
+        table.add_row(what, rates, ratios, spent)
+    Console().print(table)
+
+
+@contextlib.contextmanager
+def _arena() -> Iterator[Arena]:
+    arena = Arena.create(2 * COUNT << 20, directory=None)
+    arena._slots[: COUNT << 20] = bytes(range(256)) * (COUNT << 12)
+    try:
+        yield arena
+    finally:
+        arena.close()
+
+
+def _pieces(arena: Arena, size: int, half: int) -> list[Piece]:
+    base = half * (COUNT << 20)
+    return [
+        Piece(b"unit-%d" % n, arena._slots[base + (n << 20) : base + (n << 20) + size])
+        for n in range(COUNT)
+    ]
+
+
+def _finish(start: Callable[..., None], pieces: list[Piece]) -> None:
+    over = threading.Event()
+    found: list[Report] = []
+
+    def done(report: Report) -> None:
+        found.append(report)
+        over.set()
+
+    start(pieces, done)
+    if not over.wait(120) or found[0] != Report():
+        raise SystemExit(f"the store failed: {found}")
+
+
+def _reads(store: Store, arena: Arena, size: int) -> _Act:
+    return lambda: _finish(store.read, _pieces(arena, size, 1))
+
+
+# -- valkey ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _valkey(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[str, _Act]]]:
+    import valkey as client  # noqa: PLC0415
+
+    server = start_valkey(scratch)
+    stores = [
+        valkey.ValkeyStore(valkey.Settings(port=server.port, streams=n, deadline_s=60))
+        for n in (2, 1)
+    ]
+    raw = socket.create_connection(("127.0.0.1", server.port))
+    library = client.Valkey(port=server.port)
+    whole = HEADER_BYTES + size
+    step = whole + 64
+    places = memoryview(mmap.mmap(-1, COUNT * step))
+    _finish(stores[0].write, _pieces(arena, size, 0))
+
+    def ask(*words: bytes) -> None:
+        raw.sendall(valkey.command(words))
+
+    def plain_get() -> None:
+        want = len(b"$%d\r\n" % whole) + whole + 2
+        for n in range(COUNT):
+            ask(b"GET", b"kvatlas:v:unit-%d" % n)
+            got = 0
+            place = places[n * step : n * step + want]
+            while got < want:
+                got += raw.recv_into(place[got:], 0, socket.MSG_WAITALL)
+
+    def plain_set() -> None:
+        for n in range(COUNT):
+            start = b"*3\r\n$3\r\nSET\r\n$6\r\nraw-%02d\r\n$%d\r\n" % (n, size)
+            raw.sendall(start)
+            raw.sendall(_pieces(arena, size, 0)[n].view)
+            raw.sendall(b"\r\n")
+            raw.recv_into(places, 5)
+
+    def library_set() -> None:
+        for n, piece in enumerate(_pieces(arena, size, 0)):
+            library.set(f"lib-{n}", piece.view)
+
+    def library_get() -> None:
+        for n in range(COUNT):
+            library.get(f"kvatlas:v:unit-{n}")
+
+    def ours_set() -> None:
+        stores[0].delete([b"set-%d" % n for n in range(COUNT)])
+        pieces = _pieces(arena, size, 0)
+        for n, piece in enumerate(pieces):
+            piece.name = b"set-%d" % n
+        _finish(stores[0].write, pieces)
+
+    read = {
+        "kvatlas": _reads(stores[0], arena, size),
+        "raw socket": plain_get,
+        "valkey-py": library_get,
+        "kvatlas, 1 stream": _reads(stores[1], arena, size),
+    }
+    write = {"kvatlas, deleting first": ours_set, "raw socket": plain_set, "valkey-py": library_set}
+    try:
+        yield {"get": read, "set": write}
+    finally:
+        for store in stores:
+            store.close()
+        raw.close()
+        library.close()
+        server.kill()
+
+
+# -- peer -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _peer(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[str, _Act]]]:
+    command = [sys.executable, "-m", "benchmarks.stores", str(size)]
+    child = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    peer_port, bare_port = map(int, child.stdout.readline().split())
+    stores = [
+        peer.PeerStore(peer.Settings("127.0.0.1", peer_port, streams=n, deadline_s=60))
+        for n in (2, 1)
+    ]
+    bare = socket.create_connection(("127.0.0.1", bare_port))
+
+    def plain() -> None:
+        bare.sendall(struct.pack("<I", COUNT))
+        for piece in _pieces(arena, size, 1):
+            got = 0
+            while got < size:
+                got += bare.recv_into(piece.view[got:], 0, socket.MSG_WAITALL)
+
+    try:
+        yield {
+            "get": {
+                "kvatlas": _reads(stores[0], arena, size),
+                "bare socket": plain,
+                "kvatlas, 1 stream": _reads(stores[1], arena, size),
+            }
+        }
+    finally:
+        for store in stores:
+            store.close()
+        bare.close()
+        child.kill()
+        child.wait()
+
+
+def _serve(size: int) -> None:
+    """The other process: an agent's dram, and a bare socket that sends the same bytes."""
+    from kvatlas.dataplane.tiers.dram import DramStore  # noqa: PLC0415
+
+    with _arena() as source, _arena() as arena:
+        dram = DramStore(arena)
+        _finish(dram.write, _pieces(source, size, 0))
+        server = peer.PeerServer(dram)
+        listener = socket.create_server(("127.0.0.1", 0))
+        print(server.address[1], listener.getsockname()[1], flush=True)
+        sock, _ = listener.accept()
+        while count := sock.recv(4):
+            for piece in _pieces(source, size, 0)[: struct.unpack("<I", count)[0]]:
+                sock.sendall(piece.view)
+
+
+# -- mooncake -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _mooncake(
+    scratch: Path, arena: Arena, size: int
+) -> Iterator[dict[str, dict[str, _Act]] | None]:
+    if not mooncake_package():
+        yield None
+        return
+    rig = MooncakeRig(scratch, segment_bytes=512 << 20)
+    settings = mooncake.Settings(master=f"127.0.0.1:{rig.port}", deadline_s=60)
+    store = mooncake.MooncakeStore(settings, [arena._slots])
+    _finish(store.write, _pieces(arena, size, 0))
+    client = store._client
+    base = ctypes.addressof(ctypes.c_char.from_buffer(arena._slots))
+    keys = [f"alone-{n}" for n in range(COUNT)]
+    sources = [base + (n << 20) for n in range(COUNT)]
+    targets = [base + ((COUNT + n) << 20) for n in range(COUNT)]
+    sizes = [size] * COUNT
+    client.batch_put_from(keys, sources, sizes)
+    pool = ThreadPoolExecutor(settings.threads)
+
+    def threads_get() -> None:
+        if list(pool.map(client.get_into, keys, targets, sizes)) != sizes:
+            raise SystemExit("Mooncake's own client failed")
+
+    def batch_get() -> None:
+        if list(client.batch_get_into(keys, targets, sizes)) != sizes:
+            raise SystemExit("Mooncake's own client failed")
+
+    def threads_put() -> None:
+        for key in keys:
+            client.remove(key, True)
+        list(pool.map(client.put_from, keys, sources, sizes))
+
+    def ours_put() -> None:
+        store.delete([piece.name for piece in _pieces(arena, size, 0)])
+        _finish(store.write, _pieces(arena, size, 0))
+
+    try:
+        yield {
+            "get": {
+                "kvatlas": _reads(store, arena, size),
+                "client, 4 threads": threads_get,
+                "client, one batch": batch_get,
+            },
+            "put": {"kvatlas, deleting first": ours_put, "client, 4 threads": threads_put},
+        }
+    finally:
+        pool.shutdown()
+        store.close()
+        rig.kill()
+        rig.arena.close()
+
+
+# -- s3 -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _s3(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[str, _Act]] | None]:
+    if not s3_packages():
+        yield None
+        return
+    rig = S3Rig(scratch)
+    store = rig.store(rig.port, 60.0)
+    _finish(store.write, _pieces(arena, size, 0))
+    api, bucket = store._api, store._bucket  # type: ignore[attr-defined]
+    pool = ThreadPoolExecutor(4)
+    keys = [store._key(b"unit-%d" % n) for n in range(COUNT)]  # type: ignore[attr-defined]
+
+    def alone() -> None:
+        sizes = pool.map(lambda key: len(api.get(bucket, key).bytes()), keys)
+        if set(sizes) != {size + HEADER_BYTES}:
+            raise SystemExit("obstore failed")
+
+    try:
+        yield {"get": {"kvatlas": _reads(store, arena, size), "obstore, 4 threads": alone}}
+    finally:
+        pool.shutdown()
+        store.close()
+        rig.close()
+
+
+_SIDES: dict[str, Callable[..., Any]] = {
+    "valkey": _valkey,
+    "peer": _peer,
+    "mooncake": _mooncake,
+    "s3": _s3,
+}
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
