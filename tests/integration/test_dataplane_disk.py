@@ -331,7 +331,7 @@ class Stall:
 
 
 def test_a_stalled_disk_fails_by_the_deadline_and_harms_nobody_later(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, deadline_s=0.15, threads=2)
+    rig = Rig(tmp_path, deadline_s=0.3, threads=2)
     store = rig.store
     assert run(store.write, *map(piece_of, NAMES)) == Report()
     stall = Stall("read", "write")
@@ -346,7 +346,8 @@ def test_a_stalled_disk_fails_by_the_deadline_and_harms_nobody_later(tmp_path: P
     assert set(report.failed) == set(NAMES[:5])
     assert report.error == "late"
     assert time.monotonic() - began < 10
-    assert len(released) == 3, "the two that hang in the kernel still touch their views"
+    hanging = sum(stall.reached.acquire(blocking=False) for _ in range(2))
+    assert 3 <= len(released) <= 5 - hanging, "what hangs in the kernel still touches its view"
     stall.go.set()
     store.close()
     assert sorted(released) == NAMES[:5]
@@ -358,7 +359,7 @@ def test_a_stalled_disk_fails_by_the_deadline_and_harms_nobody_later(tmp_path: P
 
 
 def test_a_write_that_came_too_late_is_not_there(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, deadline_s=0.15)
+    rig = Rig(tmp_path, deadline_s=0.3)
     stall = Stall("write")
     rig.files.fault = stall
     assert run(rig.store.write, piece_of(b"slow")).failed == (b"slow",)

@@ -39,8 +39,8 @@ class Catalogue:
     """Not for threads: whoever owns it locks."""
 
     def __init__(self, directory: Path, segment_bytes: int) -> None:
-        """Opens or makes it; a damaged one is set aside as ``catalogue.damaged``. Places in segments
-        of another size mean nothing and are forgotten.
+        """Opens or makes it; a damaged one is set aside as ``catalogue.damaged``. Places in
+        segments of another size mean nothing and are forgotten.
 
         ``lost``: one of that happened, and all that was held is forgotten. ``found``: all rows,
         the last place first. Raises ConfigError when the disk cannot be written to.
