@@ -175,6 +175,20 @@ def test_what_cannot_fit_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = tmp_path / "group"
+    group.mkdir()
+    monkeypatch.setattr("kvatlas.dataplane.arena.CONTAINER", group)
+    (group / "memory.current").write_text(f"{90 * MIB}\n")
+    (group / "memory.stat").write_text(f"anon 5\nfile {20 * MIB}\nshmem {10 * MIB}\n")
+    (group / "memory.max").write_text("max\n")
+    Arena.create(24 * MIB, directory=tmp_path).close()
+    (group / "memory.max").write_text(f"{100 * MIB}\n")  # 20 MiB are free or can be
+    Arena.create(16 * MIB, directory=tmp_path).close()
+    with pytest.raises(ConfigError, match=f"memory has {20 * MIB} bytes free"):
+        Arena.create(24 * MIB, directory=tmp_path)
+
+
 def test_all_of_it_is_in_memory_from_the_start(tmp_path: Path) -> None:
     arena = Arena.create(8 * MIB, directory=SHARED_MEMORY)
     assert arena.path is not None

@@ -27,6 +27,7 @@ from kvatlas.dataplane.extents import GRAIN_BYTES, Extents, whole
 from kvatlas.errors import ConfigError, StoreError
 
 SHARED_MEMORY = Path("/dev/shm")
+CONTAINER = Path("/sys/fs/cgroup")
 _PREFIX = "kvatlas-arena-"
 _HEAD = struct.Struct("<8sIIQQ")  # magic, version, nothing, where slots begin, their bytes
 _MAGIC = b"KVATLAS\0"
@@ -357,10 +358,13 @@ def _check_room(total: int, directory: Path | None) -> None:
 def _available_bytes() -> int:
     """Of the machine, or of the container that this runs in: shared memory counts there too."""
     rooms = [_machine_bytes()]
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no such group, or "max": no limit
+    group = CONTAINER
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no group, or "max": no limit
         limit = int((group / "memory.max").read_text("ascii"))
-        rooms.append(limit - int((group / "memory.current").read_text("ascii")))
+        used = int((group / "memory.current").read_text("ascii"))
+        lines = (group / "memory.stat").read_text("ascii").splitlines()
+        stat = {name: int(count) for name, _, count in (line.partition(" ") for line in lines)}
+        rooms.append(limit - used + stat["file"] - stat["shmem"])  # the page cache gives way
     return min(rooms)
 
 
