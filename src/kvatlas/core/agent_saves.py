@@ -222,7 +222,7 @@ class Saves:
         """Start one; False: it has to wait for room."""
         node = self._node
         worker = node.workers[wish.worker]
-        if any(node.inventory.writing(name_of(key, Part.BODY)) for key in wish.keys):
+        if any(node.inventory.coming(name_of(key, Part.BODY)) for key in wish.keys):
             return False  # a point counts only after all bodies before it: wait for those
         units = self._new(wish.keys, wish.points, worker)
         if not units:

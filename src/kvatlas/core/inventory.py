@@ -112,6 +112,10 @@ class Inventory:
         """Whether room for it is being filled in an own tier."""
         return any(ledger.writing(name) for ledger in self.ledgers.values())
 
+    def coming(self, name: bytes) -> bool:
+        """Whether room for it is being filled, and no own tier has it yet."""
+        return self.writing(name) and self.place(name, OWN) is None
+
     def whole(self, keys: Sequence[bytes], count: int, order: Sequence[Tier]) -> bool:
         """Whether the bodies of the first ``count`` blocks can all be read."""
         return all(self.place(name_of(k, Part.BODY), order) is not None for k in keys[:count])

@@ -359,9 +359,7 @@ class NodeAgent:
             "tiers": tiers,
             "moved_bytes": {f"{k} {t.name.lower()}": n for (k, t), n in core.moved.items()},
             "loaded_tokens": dict(sorted(driver.loads.loaded.items())),
-            "counts": dict(
-                sorted((core.counts + driver.counts + driver.loads.counts + self.counts).items())
-            ),
+            "counts": dict(sorted(counts.items())),
             "busy": driver.busy,
             "staged": driver.loads.held,
         }
