@@ -23,6 +23,7 @@ class RoundRobin:
         self.in_flight: Counter[str] = Counter()
         self._targets = [Target(worker=name, url=url) for name, url in urls.items()]
         self._next = 0
+        self.rest: tuple[Target, ...] = ()  # targets beyond those of a route
         self._at: dict[int, str] = {}  # id of a running route → the worker that has it
         self._models: dict[str, dict[str, object]] = {}
         self._unreachable: dict[str, str] = {}
@@ -50,6 +51,13 @@ class RoundRobin:
         self._next = start + 1
         turn = (*self._targets[start:], *self._targets[:start])
         return Route(id=request.id, targets=turn, fallback=REASON)
+
+    def left(self, route: Route) -> bool:
+        return bool(self.rest)
+
+    def more(self, route: Route) -> tuple[Target, ...]:
+        rest, self.rest = self.rest, ()
+        return rest
 
     def sent(self, route: Route, target: Target) -> None:
         self._leave(route)

@@ -231,6 +231,31 @@ async def test_the_next_target_is_tried_when_one_cannot_be_reached() -> None:
         assert s.steer.not_reached == ["dead"]
 
 
+@pytest.mark.parametrize("how", ["dead", "refuses"])
+async def test_when_the_plans_are_used_up_the_others_are_tried(how: str) -> None:
+    async def refuse(engine: Engine, got: Got, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(completion(prompt=2000, cached=2000), 503))
+
+    async with stand(answer_plainly, refuse, engines_more={"dead": closed_port()}) as s:
+        targets = {target.worker: target for target in s.steer._targets}
+        s.steer._targets = (targets["dead" if how == "dead" else "w1"],)
+        s.steer.rest = (targets["dead"], targets["w0"])
+        seen = await ask(s.port, CHAT, {"model": "m"})
+        assert (seen.status, seen.headers["x-kvatlas-worker"]) == (200, "w0")
+        seen = await ask(s.port, CHAT, {"model": "m"})  # nobody is left
+        assert seen.status == (502 if how == "dead" else 503)
+
+
+async def test_the_last_one_that_was_left_goes_meanwhile() -> None:
+    async def refuse(engine: Engine, got: Got, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(completion(prompt=2000, cached=2000), 503))
+
+    async with stand(refuse) as s:
+        s.steer.left = lambda route: True  # type: ignore[method-assign]
+        seen = await ask(s.port, CHAT, {"model": "m"})
+        assert (seen.status, seen.error()["code"]) == (503, "engine_refused")
+
+
 async def test_no_engine_can_be_reached() -> None:
     dead = {"dead-1": closed_port(), "dead-2": closed_port()}
     async with stand(engines_more=dead) as s:

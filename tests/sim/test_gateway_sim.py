@@ -60,6 +60,24 @@ def test_a_dead_engine_is_passed_over_and_then_left_out() -> None:
     assert {tried[-1] for tried in scene.tried()[2:]} == {"e-0", "e-1"}
 
 
+def test_a_request_fails_only_when_nobody_is_left() -> None:
+    """Twelve engines at most get a plan; here thirty serve the model, and one is alive."""
+    scene = Scene(count=30)
+    for name, engine in scene.world.engines.items():
+        if name != "e-17":
+            engine.stop(silent=True)
+    scene.ask("first")
+    scene.wait(2.0)
+    (tried,) = scene.tried()
+    assert (tried[-1], len(set(tried))) == ("e-17", len(tried))
+    assert not scene.log.outcomes[0].fault
+    scene.world.engines["e-17"].stop(silent=True)
+    scene.ask("second", TOKENS[::-1])
+    scene.wait(2.0)
+    assert len(scene.tried()[1]) == 30
+    assert scene.log.outcomes[1].fault == "no connection"
+
+
 def test_the_first_refused_connection_is_enough_until_the_next_good_look() -> None:
     scene = Scene()
     scene.world.engines["e-0"].stop()

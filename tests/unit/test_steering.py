@@ -17,7 +17,7 @@ from kvatlas.core.records import Publisher
 from kvatlas.core.router import Params, Router
 from kvatlas.errors import RequestError
 from kvatlas.service.decision_log import DecisionLog, explain
-from kvatlas.service.steer import Inbound, Outcome, Route
+from kvatlas.service.steer import Inbound, Outcome, Route, Target
 from kvatlas.service.steering import Rank, Steering
 from kvatlas.service.tokens import Prompt
 
@@ -315,3 +315,29 @@ async def test_round_robin_does_not_look_at_the_prompt() -> None:
     last = bench.log.last()
     assert last is not None
     assert "lost: its turn comes later" in explain(last)
+
+
+async def test_beyond_the_plans_everybody_else_is_left_to_be_asked() -> None:
+    bench = Bench()
+    names = [f"w{i:02}" for i in range(30)]
+    for name in names:
+        bench.add(name)
+    for name in names[:3]:
+        bench.steering.set_up(Publisher(name), False)
+    route = await bench.route()
+    tried = [target.worker for target in route.targets]
+    assert len(tried) < 30
+    while bench.steering.left(route):
+        more = bench.steering.more(route)
+        assert more
+        tried += [target.worker for target in more]
+    assert sorted(tried) == names
+    assert set(tried[-3:]) == set(names[:3])  # those that look down come last
+    assert bench.steering.more(route) == ()
+    bench.steering.sent(route, Target("w00", ""))
+    bench.steering.finished(route, Outcome(Target("w00", ""), 200))
+    assert not any(bench.steering.in_flight().values())
+    assert bench.steering.more(route) == ()
+    entry = bench.log.get(route.id)
+    assert entry is not None
+    assert "w00" in explain(entry)

@@ -105,6 +105,12 @@ class Question(msgspec.Struct, frozen=True, tag=True):
     prompt_tokens: int = -1
 
 
+class Again(msgspec.Struct, frozen=True, tag=True):
+    """All that were planned for a request failed: who is left of those that it may go to?"""
+
+    id: str
+
+
 class Sent(msgspec.Struct, frozen=True, tag=True):
     """The request goes to ``publisher`` now."""
 
@@ -140,6 +146,7 @@ Input = (
     | Believe
     | Sweep
     | Question
+    | Again
     | Sent
     | FirstToken
     | Finished
@@ -152,6 +159,7 @@ Tap = Callable[[float, Input, Decision | None], None]
 
 class _Pending(msgspec.Struct):
     ask: Ask
+    among: tuple[tuple[Publisher, str], ...]
     plans: dict[Publisher, Plan]
     promised: dict[Publisher, int]  # by events alone, where less was counted
 
@@ -179,7 +187,7 @@ class Dispatcher:
         self.decisions = 0
 
     def handle(self, event: Input, now: float) -> Decision | None:
-        """Take one input in; a `Question` is answered, everything else is noted."""
+        """Take one input in; `Question` and `Again` are answered, everything else is noted."""
         self._now = now
         match event:
             case Apply():
@@ -195,6 +203,8 @@ class Dispatcher:
         match event:
             case Question():
                 answer = self._decide(event)
+            case Again():
+                answer = self._decide_again(event.id)
             case Sent():
                 self._sent(event)
             case FirstToken():
@@ -279,9 +289,23 @@ class Dispatcher:
         among = [publisher for publisher, _ in event.among]
         decision = self.router.peek(ask, self._now, among=among)
         plans = {plan.publisher: plan for plan in decision.plans}
-        self._pending[ask.id] = _Pending(ask, plans, promised)
+        self._pending[ask.id] = _Pending(ask, event.among, plans, promised)
         self.decisions += 1
         return decision
+
+    def _decide_again(self, id: str) -> Decision | None:
+        pending = self._pending.get(id)
+        if pending is None:
+            return None
+        rest = [publisher for publisher, _ in pending.among if publisher not in pending.plans]
+        decision = self.router.peek(pending.ask, self._now, among=rest)
+        pending.plans |= {plan.publisher: plan for plan in decision.plans}
+        return decision
+
+    def left(self, id: str) -> bool:
+        """Might `Again` find somebody for a pending request?"""
+        pending = self._pending.get(id)
+        return pending is not None and len(pending.plans) < len(pending.among)
 
     def _free_id(self, id: str) -> str:
         while id in self._pending:

@@ -34,6 +34,8 @@ ANSWER_BYTES_MAX = 8 << 20
 #: The body of a 503 that is not shown to anybody.
 REFUSAL_BYTES_MAX = 1 << 20
 
+_TRIED_SHOWN = 12  # workers named in an error
+
 # Never passed to the engine: of one connection, re-made by us, or ours. Without Accept-Encoding
 # the engine answers in the clear, so that usage can be read.
 _NOT_TO_ENGINE = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding"}
@@ -100,11 +102,12 @@ class Relay:
             self._finish()
 
     async def _try_targets(self) -> None:
-        targets = self._route.targets
+        targets = list(self._route.targets)
         error: ConnectError | None = None
-        for index, target in enumerate(targets):
-            self._target = target
-            self._more_targets = index + 1 < len(targets)
+        index = 0
+        while index < len(targets):
+            self._target = target = targets[index]
+            self._more_targets = index + 1 < len(targets) or self._steer.left(self._route)
             self._refused = False
             if index:
                 reason = "connect" if error is not None else "refused"
@@ -118,15 +121,19 @@ class Relay:
             except ConnectError as failure:
                 self._steer.unreached(self._route, target)
                 error = failure
-                continue
             except ResponseError as failure:
                 if not self._refused:
                     self._break_off(failure)
                     return
-            if not self._refused:
+            if error is None and not self._refused:
                 return
-        assert error is not None, "the last target's 503 is passed on"
-        tried = ", ".join(target.worker for target in targets)
+            index += 1
+            if index == len(targets) and self._more_targets:
+                targets += self._steer.more(self._route)
+        tried = ", ".join(target.worker for target in targets[-_TRIED_SHOWN:])
+        if error is None:  # the one that was left went away meanwhile
+            self._fail(503, f"every engine refused it (tried {tried})", "engine_refused")
+            return
         self._fail(
             502, f"no engine could be reached (tried {tried}): {error}", "engine_unreachable"
         )

@@ -70,6 +70,14 @@ class Steer(Protocol):
         """Raises `RequestError` when no engine can serve the request (wrong model, none left)."""
         ...
 
+    def left(self, route: Route) -> bool:
+        """Might there be `more`? Cheap."""
+        ...
+
+    def more(self, route: Route) -> tuple[Target, ...]:
+        """All targets failed before a byte was seen: whoever else serves the model, if anybody."""
+        ...
+
     def sent(self, route: Route, target: Target) -> None:
         """The request goes to ``target`` now (again after a failed connect: the next target)."""
         ...

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvatlas.core.dispatch import (
+    Again,
     Dispatcher,
     Finished,
     FirstToken,
@@ -165,6 +166,22 @@ class Steering:
         shares = {str(p): share for p, share in self._dispatcher.shares(decision.id).items()}
         self._pending[decision.id] = self._log.decided(decision, shares)
         return Route(decision.id, targets, decision.prompt_tokens, decision.unkeyed)
+
+    def left(self, route: Route) -> bool:
+        """Whether somebody else serves the model who has no plan yet."""
+        return self._dispatcher.left(route.id)
+
+    def more(self, route: Route) -> tuple[Target, ...]:
+        """Those, a few at a time, the best first."""
+        entry = self._pending.get(route.id)
+        decision = self._dispatcher.handle(Again(route.id), self._clock())
+        if entry is None or decision is None:
+            return ()
+        plans = [plan for plan in decision.plans if plan.publisher in self._ranks]
+        entry.decision = msgspec.structs.replace(
+            entry.decision, plans=(*entry.decision.plans, *plans)
+        )
+        return tuple(_target(self._ranks[plan.publisher], plan) for plan in plans)
 
     def sent(self, route: Route, target: Target) -> None:
         """Count it as in flight on ``target``."""

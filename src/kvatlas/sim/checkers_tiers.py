@@ -16,7 +16,7 @@ from kvatlas.core.layout import Layout
 from kvatlas.core.records import Resume, Tier
 from kvatlas.core.units import Part, Sizes, name_of
 from kvatlas.sim.checkers import Checkers
-from kvatlas.sim.checkers_end import census
+from kvatlas.sim.checkers_end import census, told_twice
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.faults import Ask
 from kvatlas.sim.faults_world import FaultWorld, fingerprint
@@ -193,7 +193,7 @@ def check_reach(checkers: Checkers, world: FaultWorld, asks: Iterable[Ask]) -> N
             what = f"{ask.id}: {engine.publisher} promises {tokens} tokens, tiers give {true}"
             if tokens > true and not store:
                 checkers.report("over-promise", what)
-            elif tokens < true and exact and world.nodes.tiers.store is None:
+            elif tokens < true and exact and not told_twice(checkers, world, ask, engine, true):
                 checkers.report("convergence", what)
 
 

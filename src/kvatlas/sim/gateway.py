@@ -13,6 +13,7 @@ import msgspec
 
 from kvatlas.core import sequence
 from kvatlas.core.dispatch import (
+    Again,
     Dispatcher,
     Finished,
     FirstToken,
@@ -202,6 +203,8 @@ class Gateway:
         inquiry, now = flight.inquiry, self._timeline.now
         if flight.target:
             self._workers[flight.target].flights.discard(inquiry.id)
+        if not flight.targets and flight.stage is not Stage.DECODE and not flight.fallback:
+            flight.targets = self._more(inquiry.id)
         if not flight.targets:
             self._fall_back(flight, why)
             return
@@ -218,6 +221,13 @@ class Gateway:
             self.dispatcher.handle(Sent(inquiry.id, worker.publisher), now)
         self._network.send(GATEWAY, name, flight.submit())
         self._wait(flight, self.spec.connect_timeout_s)
+
+    def _more(self, id: str) -> list[str]:
+        """Whoever has no plan yet, if anybody: as `service.steering`."""
+        if not self.dispatcher.left(id):
+            return []
+        decision = self.dispatcher.handle(Again(id), self._timeline.now)
+        return [plan.publisher.worker for plan in decision.plans] if decision is not None else []
 
     def _fall_back(self, flight: Flight, why: str) -> None:
         """Nobody is left of those that were asked. A pair that failed before anything was seen

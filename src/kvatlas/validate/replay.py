@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from kvatlas.core.directory import Directory
-from kvatlas.core.dispatch import Dispatcher, Question
+from kvatlas.core.dispatch import Again, Dispatcher, Question
 from kvatlas.core.keys import Keyring
 from kvatlas.core.router import Decision, Router
 from kvatlas.service import recording
@@ -49,15 +49,16 @@ def replay(path: Path) -> Replay:
         first_at = frame.at if first_at is None else first_at
         result.duration_s = frame.at - first_at
         answer = dispatcher.handle(frame.event, frame.at)
-        if isinstance(frame.event, Question):
+        if isinstance(frame.event, Question | Again):
             _compare(result, frame.answer, answer)
     return result
 
 
 def _compare(result: Replay, recorded: Decision | None, replayed: Decision | None) -> None:
-    assert replayed is not None
     result.decisions += 1
     if recorded != replayed:
         result.different += 1
-        if recorded is not None and len(result.differences) < DIFFERENCES_MAX:
+        if recorded is None or replayed is None:
+            return
+        if len(result.differences) < DIFFERENCES_MAX:
             result.differences.append(Difference(recorded, replayed))
