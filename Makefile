@@ -36,8 +36,8 @@ types: setup  ## mypy, strict
 contracts: setup  ## who may import whom
 	@$(BIN)/lint-imports
 
-engines: setup  ## vLLM and SGLang for CPU, each in its own .venv-*
-	@$(BIN)/python tests/engines/install.py vllm nixl sglang
+engines: setup  ## vLLM and SGLang for CPU, each in its own .venv-*; stores
+	@$(BIN)/python tests/engines/install.py vllm nixl sglang stores
 
 test: lint types contracts  ## all checks: then the tests, then the tests on real engines
 	@$(BIN)/pytest

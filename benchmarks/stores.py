@@ -139,21 +139,15 @@ def _reads(store: Store, arena: Arena, size: int) -> _Act:
 # -- valkey ---------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _valkey(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[str, _Act]]]:
+def _plain_valkey(arena: Arena, size: int, port: int) -> tuple[_Act, ...]:
+    """Get and set by a raw socket, get and set by valkey-py, and the end of both."""
     import valkey as client  # noqa: PLC0415
 
-    server = start_valkey(scratch)
-    stores = [
-        valkey.ValkeyStore(valkey.Settings(port=server.port, streams=n, deadline_s=60))
-        for n in (2, 1)
-    ]
-    raw = socket.create_connection(("127.0.0.1", server.port))
-    library = client.Valkey(port=server.port)
+    raw = socket.create_connection(("127.0.0.1", port))
+    library = client.Valkey(port=port)
     whole = HEADER_BYTES + size
     step = whole + 64
     places = memoryview(mmap.mmap(-1, COUNT * step))
-    _finish(stores[0].write, _pieces(arena, size, 0))
 
     def ask(*words: bytes) -> None:
         raw.sendall(valkey.command(words))
@@ -183,6 +177,23 @@ def _valkey(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[s
         for n in range(COUNT):
             library.get(f"kvatlas:v:unit-{n}")
 
+    def end() -> None:
+        raw.close()
+        library.close()
+
+    return plain_get, plain_set, library_get, library_set, end
+
+
+@contextlib.contextmanager
+def _valkey(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[str, _Act]]]:
+    server = start_valkey(scratch)
+    stores = [
+        valkey.ValkeyStore(valkey.Settings(port=server.port, streams=n, deadline_s=60))
+        for n in (2, 1)
+    ]
+    _finish(stores[0].write, _pieces(arena, size, 0))
+    plain_get, plain_set, library_get, library_set, end = _plain_valkey(arena, size, server.port)
+
     def ours_set() -> None:
         stores[0].delete([b"set-%d" % n for n in range(COUNT)])
         pieces = _pieces(arena, size, 0)
@@ -202,8 +213,7 @@ def _valkey(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[s
     finally:
         for store in stores:
             store.close()
-        raw.close()
-        library.close()
+        end()
         server.kill()
 
 

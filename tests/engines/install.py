@@ -1,11 +1,14 @@
-"""Installs real inference engines, CPU builds, each into an environment of its own beside ours.
+"""Installs real inference engines, CPU builds, each into an environment of its own beside ours, and
+the clients and servers of stores into ours.
 
-``python tests/engines/install.py vllm nixl sglang``: quiet, does nothing where all is there, tries
-twice, and prints the end of its log when that was not enough. The tests marked ``engine`` use them.
+``python tests/engines/install.py vllm nixl sglang stores``: quiet, does nothing where all is there,
+tries twice, and prints the end of its log when that was not enough. The tests marked ``engine`` use
+them.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import time
@@ -20,11 +23,14 @@ TIMEOUT_S = 1500
 
 SGLANG = "sglang==0.5.23"
 NIXL = ("nixl-cu12==1.5.1", "nixl==1.5.1")  # vLLM's transport between P and D; needs no CUDA
+STORES = ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "obstore>=0.9", "moto[server]>=5.2")
 SGLANG_NEEDS = Path(__file__).with_name("sglang-requirements.txt")
 
 
 def venv_of(engine: str) -> Path:
-    """Where an engine's environment is, installed or not."""
+    """Where an engine's environment is, installed or not; stores are used from our own."""
+    if engine == "stores":
+        return REPO / ".venv"
     return REPO / f".venv-{'vllm' if engine == 'nixl' else engine}"
 
 
@@ -33,6 +39,8 @@ def missing(engine: str) -> str:
     venv = venv_of(engine)
     if engine == "vllm":
         there = vllm_cpu.installed(venv)
+    elif engine == "stores":
+        there = all(map(importlib.util.find_spec, ("mooncake", "obstore", "moto", "flask")))
     else:
         package = (SGLANG if engine == "sglang" else NIXL[-1]).replace("==", "-")
         there = any(venv.glob(f"lib/python3*/site-packages/{package}.dist-info"))
@@ -49,6 +57,9 @@ def commands(engine: str) -> Iterator[list[str]]:
     if not (venv / "bin" / "python").exists():
         yield [sys.executable, "-m", "venv", str(venv)]
     pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    if engine == "stores":
+        yield [*pip, "install", "-q", *STORES]
+        return
     if engine == "nixl":
         yield [*pip, "install", "-q", "--no-deps", *NIXL]
         return
@@ -91,9 +102,9 @@ def _run(command: list[str], log: object) -> bool:
 
 
 def main(engines: list[str]) -> int:
-    unknown = set(engines) - {"vllm", "nixl", "sglang"}
+    unknown = set(engines) - {"vllm", "nixl", "sglang", "stores"}
     if unknown or not engines:
-        print("usage: install.py vllm|nixl|sglang ...")
+        print("usage: install.py vllm|nixl|sglang|stores ...")
         return 2
     results = [install(engine) for engine in engines]
     return 0 if all(results) else 1

@@ -73,6 +73,7 @@ class Proxy:
         self.flip: Callable[[bytearray], int | None] | None = None
         self.cut: int | None = None
         self.cut_up: int | None = None
+        self.connections = 0
         self._ended = threading.Event()
         self._sockets: set[socket.socket] = set()
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
@@ -89,6 +90,7 @@ class Proxy:
             if not select.select([self._listener], [], [], 0.05)[0]:
                 continue
             client, _ = self._listener.accept()
+            self.connections += 1
             server = socket.create_connection(("127.0.0.1", self._target))
             thread = threading.Thread(target=self._pump, args=(client, server), daemon=True)
             self._threads.append(thread)

@@ -207,6 +207,18 @@ def test_closing_ends_what_is_in_flight(rig: Rig, proxy: Proxy) -> None:
     assert "closed" in report.error
 
 
+def test_closing_ends_a_connection_that_is_being_made(rig: Rig, proxy: Proxy) -> None:
+    proxy.stalled.set()
+    store = rig.store(proxy.port, 30.0)
+    reports = []
+    store.read([Piece(b"n", memoryview(bytearray(9)))], reports.append)
+    wait_until(lambda: proxy.connections > 0)
+    started = time.monotonic()
+    store.close()
+    assert time.monotonic() - started < 5
+    assert reports[0].error
+
+
 def test_bad_pieces_are_refused_before_anything_is_sent(rig: Rig) -> None:
     room = memoryview(bytearray(8))
     bad = [

@@ -20,6 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 
 import msgspec
@@ -247,7 +248,8 @@ class PeerStore:
         self._life = b""
         self._runs = Runs[Stream](
             "peer",
-            self._connect,
+            partial(Stream.connect, self._address),
+            self._greet,
             streams=settings.streams,
             queue_max=settings.queue_max,
             deadline_s=settings.deadline_s,
@@ -273,7 +275,7 @@ class PeerStore:
 
     def scan(self) -> Iterator[Entry]:
         """See `base.Store`. Raises OSError, Refused and StoreError."""
-        link = self._connect(time.monotonic() + self.settings.deadline_s)
+        link = self._runs.opened()
         try:
             start = 0
             while True:
@@ -292,15 +294,6 @@ class PeerStore:
     def close(self) -> None:
         """See `base.Store`."""
         self._runs.close()
-
-    def _connect(self, until: float) -> Stream:
-        link = Stream.connect(self._address, until)
-        try:
-            self._greet(link)
-        except BaseException:
-            link.close()
-            raise
-        return link
 
     def _greet(self, link: Stream) -> None:
         said = bytearray(len(MAGIC) + _LIFE_BYTES + _NONCE_BYTES)

@@ -131,13 +131,15 @@ class Runs(Generic[L]):
         self,
         name: str,
         connect: Callable[[float], L],
+        greet: Callable[[L], None],
         *,
         streams: int = 4,
         queue_max: int = 1024,
         deadline_s: float = 10.0,
         run_bytes: int = RUN_BYTES,
     ) -> None:
-        """``run_bytes``: what may be asked for at once; an operation is spread over all streams."""
+        """``connect`` makes a connection by a deadline, ``greet`` says there what comes first.
+        ``run_bytes``: what may be asked for at once; an operation is spread over all streams."""
         if streams < 1 or queue_max < 1 or not 0 < deadline_s < 86400:
             raise ConfigError(
                 f"{name}: streams ({streams}) and queue_max ({queue_max}) must be at least 1,"
@@ -147,6 +149,7 @@ class Runs(Generic[L]):
         self.deadline_s = deadline_s
         self.counts = Counts()
         self._connect = connect
+        self._greet = greet
         self._queue_max = queue_max
         self._streams = streams
         self._run_bytes = run_bytes
@@ -181,13 +184,15 @@ class Runs(Generic[L]):
         for outcome in cut if no else ():
             self._end(outcome, joint, self._lost(no, _NO[no]))
 
-    def call(self, act: Callable[[L], object]) -> None:
-        """Do something on a connection of its own, in this thread. Raises OSError, Refused."""
+    def opened(self) -> L:
+        """A connection of the caller's own, who closes it. Raises OSError, Refused."""
         link = self._connect(time.monotonic() + self.deadline_s)
         try:
-            act(link)
-        finally:
+            self._greet(link)
+        except BaseException:
             link.close()
+            raise
+        return link
 
     def close(self) -> None:
         """What is in flight or waits ends as failed; the threads are gone afterwards."""
@@ -251,6 +256,11 @@ class Runs(Generic[L]):
             self._links.add(link)
             if self._closed:
                 link.abort()
+        try:
+            self._greet(link)
+        except BaseException:
+            self._forget(link)
+            raise
         return link
 
     def _forget(self, link: L | None) -> None:

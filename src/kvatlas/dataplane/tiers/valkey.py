@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 import xxhash
@@ -151,7 +152,8 @@ class ValkeyStore:
         self._run_id = b""
         self._runs = Runs[Server](
             "valkey",
-            self._connect,
+            partial(Server.connect, self._address),
+            self._greet,
             streams=settings.streams,
             queue_max=settings.queue_max,
             deadline_s=settings.deadline_s,
@@ -173,7 +175,10 @@ class ValkeyStore:
     def delete(self, names: Sequence[bytes]) -> None:
         """See `base.Store`. Raises OSError and Refused."""
 
-        def act(server: Server) -> None:
+        if not names:
+            return
+        server = self._runs.opened()
+        try:
             for start in range(0, len(names), SCAN_KEYS):
                 part = names[start : start + SCAN_KEYS]
                 keys: list[bytes] = []
@@ -182,13 +187,12 @@ class ValkeyStore:
                     keys += [self._key(name, i) for i in range(min(extra, 4096) + 1)]
                 for at in range(0, len(keys), SCAN_KEYS):
                     server.ask(b"DEL", *keys[at : at + SCAN_KEYS])
-
-        if names:
-            self._runs.call(act)
+        finally:
+            server.close()
 
     def scan(self) -> Iterator[Entry]:
         """See `base.Store`. Raises OSError and Refused."""
-        server = self._connect(time.monotonic() + self.settings.deadline_s)
+        server = self._runs.opened()
         try:
             cursor = b"0"
             while True:
@@ -301,15 +305,6 @@ class ValkeyStore:
         if not index:
             return self._prefix + b"v:" + name
         return self._prefix + b"c:" + _CHUNK.pack(index) + name
-
-    def _connect(self, until: float) -> Server:
-        server = Server.connect(self._address, until)
-        try:
-            self._greet(server)
-        except BaseException:
-            server.close()
-            raise
-        return server
 
     def _greet(self, server: Server) -> None:
         settings = self.settings
