@@ -20,6 +20,7 @@ _BELIEVED = 3.0  # times the usual error
 # Priors for a first load from each tier, bytes/s; replaced by what is measured.
 PRIOR_BYTES_PER_S = {Tier.DRAM: 20e9, Tier.DISK: 3e9, Tier.OBJECT: 2e9, Tier.PEER: 5e9}
 PRIOR_LATENCY_S = 0.005
+_POOL_KNOWN = 24  # observations of a pool before an engine is compared with it: half of the prior
 _FACTOR_PRIOR_S = 2.0  # seconds of agreement with the pool that an engine starts with
 _FACTOR_MAX = 8.0  # engines further apart than this do not belong in one pool
 _PRIOR_CROWD_S = 0.004  # decode slowed by one more request in flight, over one answer
@@ -114,6 +115,7 @@ class PoolCost:
     def __init__(self, layout: Layout, prefill_tokens_per_s: float) -> None:
         """``prefill_tokens_per_s`` is the prior, until the first few answers."""
         self._compute = layout.compute or Compute(linear=1.0, attention=0.0)
+        self._asked, self._operations = (0, 0), 0.0
         self._layout = layout
         self.grid_tokens = layout.grid_tokens
         unit = self._compute.prefill_flops(0, 2048)
@@ -125,7 +127,10 @@ class PoolCost:
 
     def prefill_flops(self, start: int, end: int) -> float:
         """Operations to compute tokens start…end-1 (tokens, where the model is not known)."""
-        return self._compute.prefill_flops(start, end)
+        if (start, end) != self._asked:  # one prompt after another, each for many engines
+            self._asked = start, end
+            self._operations = self._compute.prefill_flops(start, end)
+        return self._operations
 
     def load_bytes(self, tokens: int) -> int:
         """Bytes that a resume moves when ``tokens`` of it lie below hbm."""
@@ -136,7 +141,9 @@ class EngineCost:
     """One engine among its equals: the pool's estimates times how much slower it proved to be.
 
     The factor is drawn toward 1 by a prior of `_FACTOR_PRIOR_S`: otherwise one unlucky
-    measurement would keep requests, and so better measurements, away for good.
+    measurement would keep requests, and so better measurements, away for good. And it stays 1 until
+    the pool itself is known: beside a prior that is too slow, whoever is measured first would
+    look fast, and get everything.
     """
 
     def __init__(self, pool: PoolCost) -> None:
@@ -165,7 +172,8 @@ class EngineCost:
         """One request's own service time: first token minus when the engine could begin it."""
         flops = self.pool.prefill_flops(start, end)
         predicted = self.pool.prefill.at(flops)
-        if math.isfinite(seconds) and seconds >= 0:
+        known = self.pool.prefill.count >= _POOL_KNOWN
+        if known and math.isfinite(seconds) and seconds >= 0:
             prior = (1 - _DECAY) * _FACTOR_PRIOR_S
             believed_s = min(seconds, _FACTOR_MAX * predicted)
             self._measured_s = _DECAY * self._measured_s + believed_s + prior
