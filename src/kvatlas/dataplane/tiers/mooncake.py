@@ -36,7 +36,7 @@ from kvatlas.dataplane.tiers.runs import Counts
 from kvatlas.dataplane.tiers.work import Batch, Task, Why, Workers, let_go
 from kvatlas.errors import ConfigError, StoreError
 
-GROUP = 8  # pieces in one call
+GROUP = 32  # pieces in one call: a large batch costs a third of the same in several threads
 BODY = GROUP * HEADER_BYTES  # in a bounce buffer; labels lie before it
 LOOK_S = 1.0  # between two looks at the marker
 KEYS_BYTES_MAX = 256 << 20
@@ -299,8 +299,7 @@ class MooncakeStore:
     # -- one piece --------------------------------------------------------------------------------
 
     def _grouped(self, pieces: Sequence[Piece], act: _Act) -> Task:
-        """Each thread takes several pieces of an operation at a time: one call for all of them."""
-        share = -(-len(pieces) // self.settings.threads)
+        """A thread takes many pieces of an operation at a time: one call for all of them."""
         waiting = {id(piece): piece for piece in pieces}
         lock = threading.Lock()
 
@@ -312,7 +311,7 @@ class MooncakeStore:
             with lock:
                 waiting.pop(id(piece), None)
             group = [piece]
-            while len(group) < min(GROUP, share) and (other := take()) is not None:
+            while len(group) < GROUP and (other := take()) is not None:
                 if batch.start(other):
                     group.append(other)
             try:

@@ -19,6 +19,7 @@ from kvatlas.dataplane.arena import Digest
 LINE_BYTES_MAX = 4096
 SUM_BYTES = 256 << 10  # received and summed at once
 SLACK_S = 0.02
+SMALL_BYTES = 1024
 _PARTS_MAX = 512  # of one sendmsg; the kernel takes 1,024
 _TIME = struct.Struct("@ll")
 
@@ -111,6 +112,14 @@ class Stream:
             digest.update(target[:at])
         if at < len(target):
             self._start = self._end = 0
+        while at < len(target) <= SMALL_BYTES:  # together with what follows
+            self._end += self._receive(self._view[self._end :], 0)
+            if self._end >= len(target) - at:
+                self._start = len(target) - at
+                target[at:] = self._view[: self._start]
+                if digest is not None:
+                    digest.update(target[at:])
+                return
         while at < len(target):
             end = len(target) if digest is None else min(len(target), at + SUM_BYTES)
             got = self._receive(target[at:end], socket.MSG_WAITALL)

@@ -30,6 +30,7 @@ from kvatlas.errors import ConfigError
 
 CHUNK_BYTES = 64 << 20  # the server's default limit of a value is 512 MB
 SCAN_KEYS = 1000
+AHEAD_BYTES = 256 << 10
 _ANSWER_BYTES_MAX = 1 << 20
 _CHUNK = struct.Struct("<I")
 _CRLF = b"\r\n"
@@ -256,16 +257,23 @@ class ValkeyStore:
         parts += [start, data, _CRLF + b"".join(map(_bulk, tail))]
 
     def _read(self, server: Server, outcome: Outcome) -> None:
-        keys = [
-            self._key(piece.name, index)
-            for piece in outcome.open
-            for index in range(self._chunks(piece.view.nbytes) + 1)
-        ]
-        server.send([b"".join(command((b"GET", key)) for key in keys)])
         head = memoryview(bytearray(HEADER_BYTES))
         size = self.settings.chunk_bytes
         broken: list[Piece] = []
-        for piece in list(outcome.open):
+        pieces = list(outcome.open)
+        asked = ahead_bytes = 0
+        for piece in pieces:
+            # Small values are asked for ahead; large ones one by one: what a server has to keep
+            # ready costs it more than the wait for the next question.
+            requests: list[bytes] = []
+            while asked < len(pieces) and (not asked or ahead_bytes < AHEAD_BYTES):
+                wanted = pieces[asked]
+                ahead_bytes += wanted.view.nbytes
+                asked += 1
+                for index in range(self._chunks(wanted.view.nbytes) + 1):
+                    requests.append(command((b"GET", self._key(wanted.name, index))))
+            server.send(requests)
+            ahead_bytes -= piece.view.nbytes
             found = []
             digest = xxhash.xxh3_128()
             for index in range(self._chunks(piece.view.nbytes) + 1):
