@@ -19,4 +19,5 @@ def prompt_tokens(request: TraceRequest, block_tokens: int) -> bytes:
     if not filler:
         return tokens_of(request, block_tokens=block_tokens)
     names = [hash_id.to_bytes(_ID_BYTES, "little") for hash_id in request.hash_ids]
-    return (filler.join(names) + filler)[: request.input_tokens * 4]
+    ids, size_bytes = filler.join(names), request.input_tokens * 4
+    return ids + bytes(size_bytes - len(ids)) if len(ids) < size_bytes else ids[:size_bytes]

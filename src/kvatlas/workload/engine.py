@@ -44,7 +44,7 @@ from kvatlas.workload.scheduler import Request, Scheduler, Work
 from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.step_time import StepTime
 
-_IDS_PER_DRAW = 64
+_IDS_PER_DRAW = 256
 _BELOW_2_15 = bytes(i & 0x7F for i in range(256))
 
 
