@@ -40,7 +40,7 @@ from stores_rigs import MooncakeRig, S3Rig, mooncake_package, s3_packages
 
 SIZES = {"1 MiB": 1 << 20, "V4 body": 985_664}
 COUNT = 32
-ROUNDS = 15
+ROUNDS = 40
 _Act = Callable[[], object]
 
 
