@@ -69,7 +69,7 @@ def test_a_load_that_is_dearer_than_computing_is_neither_priced_nor_promised() -
     made = Router(Params(prefill_tokens_per_s=1e6))  # computes a block sooner than a disk reads it
     for i in range(2):
         made.add(Publisher(f"w{i}"), sized, FP)
-    held = Resume(Publisher("w1"), 4000, 4000, (800, 0, 3200))
+    held = Resume(Publisher("w1"), 4000, 4000, (800, 0, 3200), own_tokens=800)
     (first, second) = made.peek(Ask("1", 4016, {FP: keys("p", 250)}, (held,)), 0.0).plans
     assert first.publisher.worker == "w1"  # for what is in hbm
     assert (first.resume_tokens, first.tier_tokens, first.price.load_s) == (800, (800,), 0.0)
@@ -80,6 +80,10 @@ def test_a_load_that_is_dearer_than_computing_is_neither_priced_nor_promised() -
     (plan,) = slow.peek(Ask("1", 4016, {FP: keys("p", 250)}, (held,)), 0.0).plans
     assert (plan.resume_tokens, plan.tier_tokens) == (4000, (800, 0, 3200))
     assert 0 < plan.price.load_s < 4.0
+    itself = Resume(Publisher("w1"), 4000, 4000, (800, 0, 3200))  # the engine's own tier: it loads
+    (idle, plan) = made.peek(Ask("1", 4016, {FP: keys("p", 250)}, (itself,)), 0.0).plans
+    assert idle.publisher.worker == "w0"
+    assert (plan.resume_tokens, plan.price.load_s > 0) == (4000, True)
 
 
 def test_a_burst_on_one_new_prefix_is_computed_on_two_engines() -> None:

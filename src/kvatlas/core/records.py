@@ -34,6 +34,10 @@ class Resume(msgspec.Struct, frozen=True):
     is what counting matching blocks alone would promise (never smaller than ``tokens``).
     ``tier_tokens`` splits ``tokens`` by the nearest tier that holds them, indexed by `Tier`.
     ``missing`` names the group that stops it at ``tokens`` ("" when the chain itself ends there).
+    ``own_tokens``: where an agent carries the engine on, how far it is from its own hbm; -1 where
+    none does, and what it announces below hbm it loads by itself, dear or not.
+    ``own_tokens``: where an agent carries the engine on, how far it is from its own hbm; -1 where
+    none does, and what it announces below hbm it loads by itself, dear or not.
     """
 
     publisher: Publisher
@@ -41,3 +45,4 @@ class Resume(msgspec.Struct, frozen=True):
     chain_tokens: int
     tier_tokens: tuple[int, ...] = ()
     missing: str = ""
+    own_tokens: int = -1

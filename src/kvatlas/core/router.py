@@ -256,9 +256,9 @@ class Router:
         tokens = max(ask.prompt_tokens, 0)
         recompute = cost.recompute_s(min(max(held, expected), tokens), tokens)
         load_s = cost.load_s(tiers) if len(tiers) > 1 else 0.0
-        if load_s:
-            # A node does not load what is sooner computed: nor is it promised.
-            own = tiers[Tier.HBM]
+        own = resume.own_tokens if resume else -1
+        if load_s and own >= 0:
+            # An agent does not load what is sooner computed: nor is it promised.
             all_s = cost.recompute_s(min(max(own, expected), tokens), tokens)
             if all_s <= load_s + recompute:
                 held, tiers, load_s, recompute = own, (own,), 0.0, all_s

@@ -209,4 +209,6 @@ def _deeper(old: Resume, local: int, below: Below, grid: int) -> Resume:
     split[Tier.HBM] = local * grid
     for tier in below.tiers[: end - local]:
         split[tier] += grid
-    return Resume(old.publisher, end * grid, max(old.chain_tokens, chain), tuple(split))
+    chain = max(old.chain_tokens, chain)
+    own = local * grid
+    return Resume(old.publisher, end * grid, chain, tuple(split), own_tokens=own)
