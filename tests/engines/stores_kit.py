@@ -73,6 +73,7 @@ class Proxy:
         self.flip: Callable[[bytearray], int | None] | None = None
         self.cut: int | None = None
         self.cut_up: int | None = None
+        self.slow = threading.Event()  # a kilobyte every ten milliseconds
         self.connections = 0
         self._ended = threading.Event()
         self._sockets: set[socket.socket] = set()
@@ -116,6 +117,9 @@ class Proxy:
                         if self.cut is not None and down > self.cut:
                             client.sendall(data[: len(data) // 2])
                             return
+                        while self.slow.is_set() and data and not self._ended.wait(0.01):
+                            client.sendall(data[:1024])
+                            del data[:1024]
                         client.sendall(data)
                     else:
                         up += len(data)

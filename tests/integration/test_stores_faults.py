@@ -98,6 +98,20 @@ def test_a_stall_ends_by_the_deadline_and_blocks_no_other_store(rig: Rig, proxy:
         wait_until(lambda: Desk(store).read(sizes(kept))[1] == kept)
 
 
+def test_a_server_that_trickles_ends_by_the_deadline_too(rig: Rig, proxy: Proxy) -> None:
+    kept = filled(rig, 2)
+    with opened(rig, proxy.port, DEADLINE_S) as store:
+        assert not Desk(store).read(sizes(kept))[0].failed
+        proxy.slow.set()
+        started = time.monotonic()
+        report, got = Desk(store).read(sizes(kept))
+        assert time.monotonic() - started < DEADLINE_S + 1
+        assert not got
+        assert "not done within" in report.error
+        proxy.slow.clear()
+        wait_until(lambda: Desk(store).read(sizes(kept))[1] == kept)
+
+
 def test_more_than_may_wait_is_refused_not_queued(rig: Rig, proxy: Proxy) -> None:
     filled(rig, 1)
     with opened(rig, proxy.port, DEADLINE_S) as store:
@@ -234,10 +248,12 @@ def test_bad_pieces_are_refused_before_anything_is_sent(rig: Rig) -> None:
             report = finished(lambda done, piece=piece: store.read([piece], done))  # type: ignore[misc]
             assert report.failed == (piece.name,)
             assert "not fit" in report.error
+        fixed = Piece(b"n", memoryview(b"readonly"))
+        assert "not fit" in finished(lambda done: store.read([fixed], done)).error
         assert finished(lambda done: store.read([], done)).error == ""
         report = finished(lambda done: store.read([bad[0], Piece(b"n", room)], done))
         assert report.failed == (b"", b"n")
-        assert store.counts["failed_invalid"] == len(bad) + 1
+        assert store.counts["failed_invalid"] == len(bad) + 2
 
 
 def test_writes_cut_in_the_middle_leave_nothing_that_is_read(rig: Rig, proxy: Proxy) -> None:

@@ -18,10 +18,12 @@ HEADER_BYTES = 512
 LABEL_BYTES_MAX = 400  # name, tenant and fingerprint together
 
 
-def fit(piece: Piece) -> bool:
+def fit(piece: Piece, *, into: bool = False) -> bool:
     """Whether a store beyond the node takes it: bytes in a row, at least one, and a label that
-    has room."""
+    has room; ``into``: that can be written to as well."""
     view = piece.view
+    if into and view.readonly:
+        return False
     row = view.ndim == 1 and view.itemsize == 1 and view.c_contiguous and view.nbytes > 0
     label_bytes = len(piece.name) + len(piece.tenant.encode()) + len(piece.fingerprint)
     return row and 0 < len(piece.name) <= NAME_BYTES_MAX and label_bytes <= LABEL_BYTES_MAX

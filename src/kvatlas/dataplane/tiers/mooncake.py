@@ -345,7 +345,7 @@ class MooncakeStore:
                 batch.settle(place.piece, why)
 
     def _read(self, batch: Batch, group: list[Piece]) -> None:
-        for places in self._placed(batch, group):
+        for places in self._placed(batch, group, into=True):
             bounce = self._bounce()
             codes = self._client.batch_get_into_multi_buffers(*self._call(places, bounce))
             for place, code in zip(places, codes, strict=True):
@@ -355,14 +355,18 @@ class MooncakeStore:
                 header = bounce.view[place.head : place.head + HEADER_BYTES]
                 batch.settle(piece, self._verdict(code, piece, header))
 
-    def _placed(self, batch: Batch, group: list[Piece]) -> Iterator[list[_Place]]:
+    def _placed(
+        self, batch: Batch, group: list[Piece], *, into: bool = False
+    ) -> Iterator[list[_Place]]:
         """What can be moved in place, together; then what has to go by the bounce buffer, one by
         one; what is too large for that is settled."""
         inside: list[_Place] = []
         outside: list[_Place] = []
         for piece in group:
             address = self._address(piece)
-            if address is not None:
+            if into and piece.view.readonly:
+                batch.settle(piece, Why.INVALID)
+            elif address is not None:
                 inside.append(_Place(piece, len(inside) * HEADER_BYTES, address))
             elif piece.view.nbytes <= self.settings.bounce_bytes - BODY:
                 outside.append(_Place(piece, 0, self._bounce().address + BODY, bounced=True))

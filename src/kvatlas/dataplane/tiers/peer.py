@@ -267,7 +267,7 @@ class PeerStore:
 
     def read(self, pieces: Sequence[Piece], done: Finish) -> None:
         """See `base.Store`."""
-        self._runs.submit(pieces, self._read, done)
+        self._runs.submit(pieces, self._read, done, into=True)
 
     def delete(self, names: Sequence[bytes]) -> None:
         """Raises StoreError: a peer's dram is its own agent's."""

@@ -164,11 +164,13 @@ class Runs(Generic[L]):
         for thread in self._threads:
             thread.start()
 
-    def submit(self, pieces: Sequence[Piece], work: Work[L], done: Finish) -> None:
+    def submit(
+        self, pieces: Sequence[Piece], work: Work[L], done: Finish, *, into: bool = False
+    ) -> None:
         """``done`` is called by the deadline, from one of the threads; at once where nothing can
-        be tried: too much waits, the store is closed, no piece is fit."""
-        fit = [piece for piece in pieces if framing.fit(piece)]
-        bad = Outcome([piece for piece in pieces if not framing.fit(piece)])
+        be tried: too much waits, the store is closed, no piece is fit. ``into``: a read."""
+        fit = [piece for piece in pieces if framing.fit(piece, into=into)]
+        bad = Outcome([piece for piece in pieces if not framing.fit(piece, into=into)])
         until = time.monotonic() + self.deadline_s
         share = sum(piece.view.nbytes for piece in fit) // self._streams + 1
         size = max(min(share, self._run_bytes), RUN_BYTES_MIN)

@@ -139,7 +139,7 @@ class S3Store:
         return False
 
     def _read(self, batch: Batch, piece: Piece) -> bool:
-        if not framing.fit(piece):
+        if not framing.fit(piece, into=True):
             batch.settle(piece, Why.INVALID)
             return False
         try:

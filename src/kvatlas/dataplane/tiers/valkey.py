@@ -171,7 +171,7 @@ class ValkeyStore:
 
     def read(self, pieces: Sequence[Piece], done: Finish) -> None:
         """See `base.Store`."""
-        self._runs.submit(pieces, self._read, done)
+        self._runs.submit(pieces, self._read, done, into=True)
 
     def delete(self, names: Sequence[bytes]) -> None:
         """See `base.Store`. Raises OSError and Refused."""
