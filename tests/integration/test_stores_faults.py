@@ -233,6 +233,19 @@ def test_closing_ends_a_connection_that_is_being_made(rig: Rig, proxy: Proxy) ->
     assert reports[0].error
 
 
+def test_a_store_can_be_closed_by_the_one_it_reports_to(rig: Rig) -> None:
+    store = rig.store(rig.port)
+    closed = threading.Event()
+
+    def done(_: object) -> None:
+        store.close()
+        closed.set()
+
+    store.read([Piece(b"n", memoryview(bytearray(9)))], done)
+    assert closed.wait(10)
+    assert "done_raised" not in store.counts
+
+
 def test_bad_pieces_are_refused_before_anything_is_sent(rig: Rig) -> None:
     room = memoryview(bytearray(8))
     bad = [

@@ -207,7 +207,8 @@ class Runs(Generic[L]):
             for link in self._links:
                 link.abort()
         for thread in self._threads:
-            thread.join(self.deadline_s + 1)
+            if thread is not threading.current_thread():  # a ``done`` may close
+                thread.join(self.deadline_s + 1)
 
     def _loop(self) -> None:
         link: L | None = None
