@@ -15,8 +15,9 @@ from rich.text import Text
 
 from kvatlas.connectors.vllm_cpu import VLLM, installed
 from kvatlas.errors import ConfigError
+from kvatlas.validate import exactness_tiers as tiers
 from kvatlas.validate import exactness_transformers as transformers
-from kvatlas.validate.exactness import FAULTS, Finding, Report
+from kvatlas.validate.exactness import FAULTS, Finding, Report, middle_length
 from kvatlas.validate.exactness_vllm import cases, run, subject
 from kvatlas.validate.tiny import TINY
 from kvatlas.workload.proofs import add_proof
@@ -62,6 +63,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N,...",
         help="prompt lengths; each resumes at the last grid position before its end (default: every"
         " kind: around blocks, windows and 128, shorter than a block, exactly on the grid)",
+    )
+    parser.add_argument(
+        "--tiers",
+        metavar="TIER,...",
+        help="instead: resume from the tiers of a real `kvatlas agent`, dram and disk, across"
+        " restarts of engine and agent and in a second engine, with damage as a control",
     )
     parser.add_argument("--no-faults", action="store_true", help="only what must be the same")
     parser.add_argument(
@@ -121,11 +128,56 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def run_exactness(args: argparse.Namespace) -> int:
     """Exit status 0 where every case went as expected, 1 otherwise."""
+    if args.tiers:
+        return _run_tiers(args)
     named = [t.name for t in TINY] if args.engine == "vllm" else list(transformers.MODELS)
     models = [args.model] if args.model else named
     if args.out and len(models) > 1:
         raise ConfigError(f"--out is for one report: say --model, one of {', '.join(named)}")
     return max([_run_one(args, model) for model in models])
+
+
+def _run_tiers(args: argparse.Namespace) -> int:
+    wanted = tiers.known_tiers(args.tiers)
+    if args.engine != "vllm" or args.out or args.record or args.one_process or args.no_faults:
+        raise ConfigError(
+            "--tiers goes with --engine vllm, --model, --positions, --seed and --json only"
+        )
+    models = [args.model] if args.model else [t.name for t in TINY]
+    good = True
+    for model in models:
+        with tempfile.TemporaryDirectory() as folder:
+            what = subject(model, Path(folder))
+            path = engine_path(args, v4=what.layout.has_minimal())
+            _require(args.venv)
+            report = tiers.run(
+                what,
+                args.positions or (middle_length(what.layout), 2 * middle_length(what.layout)),
+                wanted,
+                venv=args.venv,
+                engine_path=path,
+                seed=args.seed,
+                scratch=Path(folder),
+            )
+        good = good and report.ok()
+        if args.json:
+            data = msgspec.json.format(msgspec.json.encode(report))
+            sys.stdout.write(data.decode() + "\n")
+        else:
+            show_tiers(report, Console(highlight=False))
+    return 0 if good else 1
+
+
+def show_tiers(report: tiers.TierReport, console: Console) -> None:
+    """The same for a reader."""
+    for case in report.cases:
+        found = ", ".join(f"{n} from {t}" for t, n in case.cached_tokens.items()) or "all computed"
+        verdict = "the same" if case.difference is None else f"OTHER from {case.difference.at} on"
+        console.print(Text(f"  {report.model}: {case.name} tokens: {found}: {verdict}"))
+    for failure in report.failures:
+        console.print(Text(f"  WRONG {failure}"))
+    console.print(Text(f"{report.damaged} damaged units noticed, none used"))
+    console.print(Text("as expected" if report.ok() else "NOT as expected"))
 
 
 def _run_one(args: argparse.Namespace, model: str) -> int:

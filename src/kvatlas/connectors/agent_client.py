@@ -207,6 +207,7 @@ class AgentClient:
         adapter: str = "",
     ) -> bool:
         """Ask how far this prompt can be resumed; False: there is nobody to ask."""
+        self.release(request, used=False)
         asked = wire.Want(request, tokens, local_tokens, deadline_s, scope, adapter)
         if not self._send(asked):
             return False

@@ -3,7 +3,8 @@
 ``vllm_greedy.py JOB RESULTS``: reads the JSON file JOB and appends JSON lines to RESULTS: what
 computes here, then one line per finished run. The job holds ``model`` (a directory), ``settings``
 (arguments of ``LLM``), ``store`` and ``parts`` (see `vllm_probe`), ``beside`` (settings of further
-connectors, where there are any), ``seed_weights`` (make up weights), ``tokens`` to decode,
+connectors, where there are any), ``connector`` (the `kv_transfer_config` instead of the probe's;
+{} for none), ``seed_weights`` (make up weights), ``tokens`` to decode,
 ``logprobs`` per token, ``reference`` (lines of an earlier process, by id) and ``runs``: objects
 with ``id``, ``prompt`` (a list of ids), ``params`` (the probe's wishes), ``forget`` (drop the
 engine's own prefix cache first), ``like`` (the id of a run that this one is compared with; "" for
@@ -73,13 +74,14 @@ def start(job: dict[str, Any]) -> Any:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": [probe, *job.get("beside", ())]},
     }
+    wanted = job.get("connector", several if job.get("beside") else probe)
     return LLM(
         job["model"],
         skip_tokenizer_init=True,
         enforce_eager=True,
-        disable_log_stats=True,
+        disable_log_stats=not job.get("connector"),
         seed=0,
-        kv_transfer_config=several if job.get("beside") else probe,
+        kv_transfer_config=wanted or None,
         **job["settings"],
     )
 
@@ -123,6 +125,15 @@ def answer(
     return result
 
 
+def cached_by_source(llm: Any) -> dict[str, int]:
+    """The engine's own counters: prompt tokens that it did not compute, by where they came from."""
+    return {
+        metric.labels["source"]: int(metric.value)
+        for metric in llm.get_metrics()
+        if metric.name == "vllm:prompt_tokens_cached_by_source"
+    }
+
+
 def about() -> dict[str, str]:
     """What computes here: vLLM's version as it tells it over HTTP, and the device as its kernels
     are chosen."""
@@ -150,7 +161,13 @@ def main(job_path: str, results_path: str) -> None:
         for run in job["runs"]:
             if run["forget"] and not llm.reset_prefix_cache():
                 raise RuntimeError("the engine would not drop its prefix cache")
+            before = cached_by_source(llm) if job.get("connector") else {}
             known[run["id"]] = answer(llm, run, job, known.get(run["like"]))
+            if job.get("connector"):
+                after = cached_by_source(llm)
+                known[run["id"]]["sources"] = {
+                    source: count - before.get(source, 0) for source, count in after.items()
+                }
             results.write(json.dumps(known[run["id"]]) + "\n")
             results.flush()
 

@@ -355,12 +355,13 @@ class NodeAgent:
                     "counts": dict(sorted(store.counts.all().items())),
                 }
         return {
+            "arena": self._life(),
             "engines": {name: list(p.member.names) for name, p in self._peers.items() if p.member},
             "tiers": tiers,
             "moved_bytes": {f"{k} {t.name.lower()}": n for (k, t), n in core.moved.items()},
             "loaded_tokens": dict(sorted(driver.loads.loaded.items())),
             "counts": dict(sorted(counts.items())),
-            "busy": driver.busy,
+            "busy": core.busy,
             "staged": driver.loads.held,
         }
 

@@ -373,11 +373,6 @@ class Driver:
         self.tell(words.Detach(worker))
         self.loads.gone(worker)
 
-    @property
-    def busy(self) -> int:
-        """What is under way."""
-        return self.loads.busy + len(self._savings) + self.agent.busy
-
     def close(self) -> None:
         """Ends everything; stores are the caller's to close after it."""
         self._closed = True

@@ -254,11 +254,6 @@ class Loads:
             self.release(*name, used=False)
 
     @property
-    def busy(self) -> int:
-        """Loads under way."""
-        return len(self._stagings) + len(self._over)
-
-    @property
     def held(self) -> int:
         """Requests for which something is held in the arena."""
         return len(self._held)

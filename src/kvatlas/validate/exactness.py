@@ -73,6 +73,7 @@ class Answer(msgspec.Struct, frozen=True):
     logprobs: list[list[tuple[int, float]]]
     cached_tokens: int
     seconds: float = 0.0
+    sources: dict[str, int] = {}  # where they came from, by the engine's own counters
 
 
 class Difference(msgspec.Struct, frozen=True):

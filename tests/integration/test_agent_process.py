@@ -1,0 +1,166 @@
+"""A real agent process and engines without a model: restarts, kills, damage and bad messages."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fake_engine
+import pytest
+from fake_engine import GRID, FakeEngine, hello, tokens_of
+
+from kvatlas.connectors.agent_client import Refusal
+from kvatlas.service import agent_wire as wire
+from kvatlas.validate.exactness_tiers import AgentProcess, _flip_arena, _flip_disk
+
+PROMPT = tokens_of(1, 10 * GRID + 5)
+END = 10 * GRID
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentProcess]:
+    made = AgentProcess(tmp_path)
+    made.start()
+    yield made
+    made.end()
+
+
+def test_what_one_engine_saves_another_resumes_from(agent: AgentProcess) -> None:
+    with FakeEngine(agent.socket) as first:
+        assert first.load("r", PROMPT) == (0, {})
+        assert first.save("r", PROMPT) == 10
+        assert first.save("again", PROMPT) == 0
+    with FakeEngine(agent.socket) as second:
+        assert second.load("q", PROMPT) == (END, {"dram": END})
+        assert second.load("longer", PROMPT + tokens_of(7, GRID)) == (END, {"dram": END})
+        assert second.load("other", tokens_of(2, 10 * GRID)) == (0, {})
+        # One token must be computed: the last block of a prompt that ends with it is no help.
+        assert second.load("cut", PROMPT[: END * 4]) == (END - GRID, {"dram": END - GRID})
+    status = agent.idle()
+    assert status["loaded_tokens"] == {"dram": 3 * END - GRID, "dram_unused": END}
+    assert status["staged"] == 0
+
+
+def test_a_killed_agent_knows_what_is_on_its_disk(agent: AgentProcess) -> None:
+    engine = FakeEngine(agent.socket)
+    engine.save("r", PROMPT)
+    agent.wait(lambda status: not status["busy"])
+    agent.end(signal.SIGKILL)
+    assert not engine.client.want("late", PROMPT, 0, 1.0) or engine.client.staged("late") is None
+    agent.start()
+    engine.client._retry = 0.0
+    assert engine.load("q", PROMPT) == (END, {"disk": END})
+    assert engine.client.counts["agent_lost"] == 1
+    engine.client.close()
+
+
+def test_an_engine_that_is_killed_in_mid_copy_leaves_nothing(agent: AgentProcess) -> None:
+    with subprocess.Popen(
+        [sys.executable, fake_engine.__file__, str(agent.socket)], stdout=subprocess.PIPE
+    ) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"copying\n"
+            assert agent.wait(lambda status: True)["busy"] == 1
+        finally:
+            child.kill()
+    status = agent.idle()
+    assert status["tiers"]["dram"]["held_bytes"] == 0
+    assert status["counts"]["save_given_up"] == 1
+    with FakeEngine(agent.socket) as other:
+        assert other.save("r", tokens_of(1, 200)) == 200 // GRID
+
+
+def test_an_agent_that_is_killed_in_mid_save_holds_nothing_of_it(agent: AgentProcess) -> None:
+    engine = FakeEngine(agent.socket)
+    (order,) = engine.orders("r", PROMPT)
+    sums = engine.copy(order)
+    agent.end(signal.SIGKILL)
+    engine.client.saved(order.op, sums)  # nobody hears it
+    agent.start()
+    engine.client._retry = 0.0
+    assert engine.load("q", PROMPT) == (0, {})
+    assert engine.save("q2", PROMPT) == 10
+    engine.client.close()
+
+
+def test_flipped_bytes_in_memory_are_a_recompute(agent: AgentProcess) -> None:
+    with FakeEngine(agent.socket) as engine:
+        engine.save("r", PROMPT)
+        agent.wait(lambda status: not status["busy"])
+        _flip_arena(agent)
+        assert engine.load("q", PROMPT) == (0, {})
+        assert agent.wait(lambda status: True)["counts"]["damaged"] == 10
+
+
+def test_flipped_bytes_on_disk_are_a_recompute(agent: AgentProcess) -> None:
+    with FakeEngine(agent.socket) as engine:
+        engine.save("r", PROMPT)
+    agent.idle()
+    agent.end(signal.SIGKILL)
+    _flip_disk(agent)
+    agent.start()
+    with FakeEngine(agent.socket) as engine:
+        assert engine.load("q", PROMPT) == (0, {})
+        assert engine.save("q", PROMPT) == 10
+        assert engine.load("q", PROMPT) == (END, {"dram": END})
+    assert agent.idle()["counts"]["damaged"] == 10
+
+
+def test_engines_that_may_not_share_are_told_why(agent: AgentProcess) -> None:
+    with FakeEngine(agent.socket):
+        with pytest.raises(Refusal, match=r"layout: .*block_tokens"):
+            FakeEngine(agent.socket, hello(block_tokens=64))
+        with pytest.raises(Refusal, match="version 99"):
+            FakeEngine(agent.socket, hello(version=99))
+        assert len(agent.wait(lambda status: True)["engines"]) == 1
+    agent.idle()
+    with FakeEngine(agent.socket, hello(block_tokens=64)) as engine:  # nobody else is left
+        assert engine.load("q", PROMPT) == (0, {})
+
+
+def test_bad_messages_end_their_connection_and_nothing_else(agent: AgentProcess) -> None:
+    mamba = b'{"model_type": "mamba"}'
+    bad = [
+        struct.pack("<I", 1 << 31),
+        struct.pack("<I", 5) + b"hello",
+        wire.frame(wire.End("r")),
+        wire.frame(wire.Saved(1, ())),
+        wire.frame(wire.Map(7)),
+        wire.frame(wire.Hello(1, "m", ("m",), b"\xff{", "vllm", "", "auto", 32)),
+        wire.frame(wire.Hello(1, "m", ("m",), mamba, "vllm", "", "auto", 32)),
+        wire.frame(wire.Hello(1, "m", ("m",), b"[]", "vllm", "", "auto", -1)),
+    ]
+    for data in bad:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(10)
+            sock.connect(str(agent.socket))
+            sock.sendall(data)
+            answer = sock.recv(1 << 16)
+            assert isinstance(wire.from_agent(answer[4:]), wire.Refused)
+            assert sock.recv(1) == b""
+    with FakeEngine(agent.socket) as engine:
+        assert engine.save("r", PROMPT) == 10
+    assert agent.idle()["counts"]["bad_messages"] == len(bad)
+
+
+def test_saves_of_unknown_or_untrue_prompts_are_not_ordered(agent: AgentProcess) -> None:
+    with FakeEngine(agent.socket) as engine:
+        client = engine.client
+        client._sent["never asked"] = 0
+        filled = wire.Filled("never asked", 0, b"", 10, (), 0, 325)
+        assert client.filled(filled, memoryview(PROMPT)) == ()
+        engine.want("r", PROMPT)
+        beyond = wire.Filled("r", 0, b"", 1 << 40, (-5, 1 << 40), -1, -1)
+        (order,) = client.filled(beyond, memoryview(PROMPT))
+        assert len(order.pieces) == 10
+        client.saved(order.op, ((b"another name", b"x" * 16),))
+        assert engine.load("q", PROMPT) == (0, {})
+        client.saved(order.op, ())
+        client.saved(-1, ())
+    assert agent.idle()["counts"]["saved_too_late"] == 2

@@ -1,0 +1,84 @@
+"""Frames between engines and their node's agent, and the keys that the agent makes of tokens."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvatlas.cli.main import main
+from kvatlas.core.keys import Keyring
+from kvatlas.errors import EngineError
+from kvatlas.service import agent_wire as wire
+from kvatlas.service.agent import Prompt
+
+RING = Keyring(b"s" * 32)
+ROOT = RING.root(b"f" * 32)
+
+
+@given(st.lists(st.binary(max_size=300), max_size=8), st.integers(1, 64))
+def test_frames_arrive_whole_however_they_are_cut(tokens: list[bytes], step: int) -> None:
+    sent = [wire.Want(f"r{i}", data, i, 1.0) for i, data in enumerate(tokens)]
+    data = b"".join(wire.frame(message) for message in sent)
+    frames = wire.Frames()
+    got = []
+    for at in range(0, len(data), step):
+        got += [wire.from_engine(body) for body in frames.add(data[at : at + step])]
+    assert got == sent
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data: bytes) -> None:
+    for read in (wire.from_engine, wire.from_agent):
+        try:
+            read(data)
+        except EngineError:
+            continue
+        assert data, "nothing is no message"
+
+
+def test_frames_have_a_limit() -> None:
+    with pytest.raises(EngineError, match="at most"):
+        wire.frame(wire.Want("r", bytes(wire.FRAME_BYTES_MAX), 0, 1.0))
+    with pytest.raises(EngineError, match="at most"):
+        list(wire.Frames().add((wire.FRAME_BYTES_MAX + 1).to_bytes(4, "little")))
+
+
+@given(st.lists(st.integers(0, 40), max_size=10))
+def test_keys_do_not_depend_on_how_tokens_come(cuts: list[int]) -> None:
+    tokens = array("I", range(sum(cuts))).tobytes()
+    prompt = Prompt(RING, ROOT, 16, "")
+    at = 0
+    for cut in cuts:
+        prompt.extend(tokens[at * 4 : (at + cut) * 4])
+        at += cut
+    assert prompt.keys == RING.chain(ROOT, tokens, 16)
+    assert prompt.count == sum(cuts)
+
+
+def test_half_a_token_is_refused() -> None:
+    with pytest.raises(EngineError, match="4 bytes"):
+        Prompt(RING, ROOT, 16, "").extend(b"abc")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--dram", "1"], "at least 1 MiB"),
+        (["status"], "no agent answers"),
+        (["--config", "nowhere.toml"], "nowhere.toml"),
+        (["--dram", "900PB"], "does not fit"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(
+    options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["agent", "--socket", str(tmp_path / "a.sock"), *options]) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert told.count("\n") == 1
+    assert not os.listdir(tmp_path)
