@@ -201,7 +201,7 @@ class Driver:
             else:
                 going.append(self._piece(unit, slot, sums[name], saving, room))
         if not going:
-            self._done(save.op, failed)
+            self.tell(words.Done(op, tuple(failed)))  # now: the next question may be about it
             return
 
         def written(report: Report) -> None:
