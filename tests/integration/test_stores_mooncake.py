@@ -18,7 +18,7 @@ from kvatlas.errors import ConfigError
 SIZE = 200_000
 DEADLINE_S = 1.0
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]  # see contract/test_tiers_remote.py
 
 
 @pytest.fixture
