@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -125,3 +127,26 @@ def test_requests_that_fit_nowhere_are_counted_and_exit_1(
     told = capsys.readouterr().out
     assert "1 of 2" in told
     assert "need more than all 20 blocks of the pool" in told
+
+
+def test_tiers_below_engines_that_have_none_are_refused(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = tmp_path / "cluster.toml"
+    half = '[[engine]]\nname = "{0}"\nrole = "{0}"\ndevices = 4\n'
+    cluster.write_text(half.format("prefill") + half.format("decode"))
+    argv = ["sim", "--trace", str(trace), "--cluster", str(cluster), "--quiet"]
+    assert main([*argv, "--tiers", "dram=1GB"]) == 2
+    assert "only combined engines" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("argv", [["devices"], ["devices", "--json"]])
+def test_a_full_disk_under_the_output_is_one_line(argv: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "kvatlas.cli.main", *argv]
+        done = subprocess.run(
+            command, check=False, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["kvatlas: [Errno 28] No space left on device"]

@@ -33,6 +33,7 @@ def refused(tmp_path: Path, text: str) -> str:
         ("engine = []\n", 1, "name at least one"),
         ("[[engine]]\ncount = 0\n", 2, ">= 1"),
         ("[[engine]]\ncount = 5000\n", 2, "<= 1024"),
+        ("[[engine]]\ndevices = 99999999999999999999\n", 2, "<= 4096"),
         ("[[engine]]\ncont = 2\n", 2, "did you mean 'count'?"),
         ("[[engine]]\n\ndevice = 'H900'\n", 1, "unknown device 'H900'"),
         ("[[engine]]\nmodel = 'no-such-model'\n", 1, "neither a known model"),

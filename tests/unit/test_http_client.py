@@ -163,6 +163,9 @@ async def test_connect_errors(client: HttpClient) -> None:
         )
     with pytest.raises(ValueError, match="only http"):
         origin_of("https://example.org")
+    for url in ("junk", "https://example.org", "http://[", "http://host:port/"):
+        with pytest.raises(EngineError, match="write http://HOST:PORT"):
+            await client.get_json(url)
 
 
 class Keep:

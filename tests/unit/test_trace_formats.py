@@ -155,6 +155,13 @@ def test_session_faults(tmp_path: Path, bad: str, reason: str) -> None:
         list(open_trace(path))
 
 
+def test_a_length_that_makes_no_block_is_told_with_its_line(tmp_path: Path) -> None:
+    line = '{"timestamp": 0, "input_length": %d, "output_length": 1, "hash_ids": [1, 2]}'
+    path = text(tmp_path / "m.jsonl", line % 10**18)
+    with pytest.raises(TraceError, match=r"m\.jsonl:1: lengths above"):
+        list(open_trace(path))
+
+
 # -- token ids and request logs -------------------------------------------------------------------
 
 

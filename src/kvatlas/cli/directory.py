@@ -57,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
     body = _body(args)
     answer = asyncio.run(_ask(args.url.rstrip("/"), body))
     if body is None and args.worker is not None:
+        if args.worker not in answer["held"]:
+            known = ", ".join(answer["held"])
+            raise ConfigError(f"--worker {args.worker}: there is no such engine; there is: {known}")
         answer["held"] = {n: h for n, h in answer["held"].items() if n == args.worker}
     if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer)).decode() + "\n")

@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     try:
         args = build_parser().parse_args(argv)  # imports every command: the longest part of most
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
     except KvatlasError as error:
         print(f"kvatlas: {error}", file=sys.stderr)
         return EXIT_FAULT
@@ -69,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output has left: nothing more to say
+        return EXIT_FAULT
+    except OSError as error:  # of what is our own, a full disk under stdout; files name themselves
+        print(f"kvatlas: {error}", file=sys.stderr)
+        sys.stdout = None  # what is left in it cannot be written at the end either
         return EXIT_FAULT
 
 

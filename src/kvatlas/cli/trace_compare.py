@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 
 import msgspec
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +25,7 @@ from kvatlas.sim.cache import run as replay
 from kvatlas.sim.oracles import endless, optimal
 from kvatlas.workload.models import load_layout
 
+_WIDTH = 100  # of a table that goes to a file
 _EPILOG = """\
 Strategies: 1 lru_sink, 2 attention, 3 prefix_tree, 4 speculative (which evicts nothing: it runs
 over strategy 3, as the seed advises, and over LRU). Tiers are hbm + dram + disk, exclusive.
@@ -202,7 +202,7 @@ def _oracles(work: Work, capacity: int, price: Callable[[int], float]) -> list[R
 
 
 def _show(args: argparse.Namespace, work: Work, caps: tuple[int, ...], rows: list[Row]) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     names = " + ".join(
         f"{tier} {cap:,}" for tier, cap in zip(("hbm", "dram", "disk"), caps, strict=False)
     )
@@ -210,7 +210,7 @@ def _show(args: argparse.Namespace, work: Work, caps: tuple[int, ...], rows: lis
         f"{args.file}: {len(work.prompts):,} requests, {work.unique_blocks:,} distinct blocks of "
         f"{work.block_tokens} tokens; {names}; {args.model} on {args.devices} {args.device}"
     )
-    table = Table(padding=(0, 0, 0, 1), box=box.SIMPLE_HEAD)
+    table = Table(padding=(0, 0, 0, 1), box=None, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     table.add_column("strategy", no_wrap=True)
     for name in ("hits", "in hbm", "saved s", "load s", "moved GB", "ahead", "worth", "µs/use"):

@@ -200,7 +200,7 @@ def _capacity(text: str, work: Work, unit: str) -> int:
     except ValueError:
         value = math.nan
     if not 0 < value < 1e15:
-        raise ConfigError(f"--capacity {text!r}: give a number above 0, or a share as 5%")
+        raise ConfigError(f"--capacity {text!r}: give a number above 0 and below 1e15, or as 5%")
     if text.endswith("%"):
         every = work.unique_blocks * (work.block_tokens if unit == "tokens" else 1)
         return max(1, math.floor(every * value / 100 + 0.5))

@@ -153,10 +153,14 @@ class HttpClient:
     ) -> Response:
         """One whole exchange with ``url`` (path and query included).
 
-        Raises EngineError: no connection, broken, longer than ``size_max``, or over ``timeout_s``.
+        Raises EngineError: no URL that can be asked, no connection, broken, longer than
+        ``size_max``, or over ``timeout_s``.
         """
-        parts = urlsplit(url)
-        origin = origin_of(f"{parts.scheme}://{parts.netloc}")
+        try:
+            parts = urlsplit(url)
+            origin = origin_of(f"{parts.scheme}://{parts.netloc}")
+        except ValueError as error:
+            raise EngineError(f"{method} {url}: {error}: write http://HOST:PORT") from error
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         sink = _Collector(size_max)
         try:

@@ -28,8 +28,10 @@ from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.step_time import StepTime
 
 ENGINES_MAX = 1024
+DEVICES_MAX = 4096  # of one engine
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Role = Literal["combined", "prefill", "decode"]
+Devices = Annotated[int, msgspec.Meta(ge=1, le=DEVICES_MAX)]
 Policy = Literal["price", "round_robin", "least_load"]
 
 
@@ -79,12 +81,12 @@ class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: Literal["vllm", "sglang"] = "vllm"
     kv_dtype: str = "auto"
     device: str = "H200"
-    devices: Positive = 1
+    devices: Devices = 1
     link: str = "RDMA-400G"
-    per_node: Positive = 1
+    per_node: Devices = 1
     precision: str = "fp8"
     expert_precision: str = ""
-    expert_ranks: Positive = 1
+    expert_ranks: Devices = 1
     memory_share: Share = 0.9
     blocks: Count = 0
     step_tokens: Positive = 8192

@@ -14,6 +14,7 @@ from kvatlas.core.keys import Fingerprint, Keyring
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher
 from kvatlas.core.router import Params, Router
+from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
 from kvatlas.sim.arrivals import Arrivals
 from kvatlas.sim.cluster import Cluster, Member
@@ -115,7 +116,10 @@ class World:
             self._wire(member)
 
     def _add_tiers(self, spec: TierSpec, keyring: Keyring) -> None:
-        """One agent per node of engines that do not share their work with others."""
+        """One agent per node of engines that do not share their work with others.
+
+        Raises ConfigError where there is none.
+        """
         self.tiers = Tiers(
             self.timeline,
             self.network,
@@ -128,6 +132,8 @@ class World:
         for member in self.cluster.members:
             if member.role == "combined":
                 nodes.setdefault(member.node, []).append(member)
+        if not nodes:
+            raise ConfigError("tiers: only combined engines have them so far: leave them out")
         store = "store" if spec.object_bytes else ""
         for name, members in nodes.items():
             engines = [Publisher(member.name) for member in members]

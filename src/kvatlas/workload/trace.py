@@ -25,10 +25,9 @@ from kvatlas.workload import (
     trace_sessions,
     trace_tokens,
 )
-from kvatlas.workload.trace_lines import Options, Row, Tokenize, fault, lines
+from kvatlas.workload.trace_lines import BLOCK_TOKENS_MAX, Options, Row, Tokenize, fault, lines
 
 VOCAB_SIZE = 65_536  # below every current model's vocabulary but the smallest
-BLOCK_TOKENS_MAX = 1 << 20
 TOKENS_MAX = 1 << 26  # of one prompt or answer: far above any model's window
 ARRIVAL_MAX_S = 1e9  # thirty years
 SORT_BYTES_MAX = 1 << 30

@@ -18,6 +18,7 @@ import msgspec
 from kvatlas.errors import TraceError
 
 LINE_BYTES_MAX = 64 << 20
+BLOCK_TOKENS_MAX = 1 << 20
 
 
 # (API path, request body) → token ids of each of its prompts, uint32 little endian.

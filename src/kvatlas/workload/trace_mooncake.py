@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvatlas.workload.trace_lines import Options, Row, fault, lines
+from kvatlas.workload.trace_lines import BLOCK_TOKENS_MAX, Options, Row, fault, lines
 
 NAME = "mooncake"
 GUESS_LINES_MAX = 10_000
@@ -69,5 +69,7 @@ def block_tokens_of(path: Path, options: Options) -> int:
     for row in itertools.islice(read(path, 0, options), GUESS_LINES_MAX):
         blocks = len(row.hash_ids)
         if blocks >= 2 and row.input_tokens >= blocks:
-            return 1 << (-(-row.input_tokens // blocks) - 1).bit_length()
+            size = 1 << (-(-row.input_tokens // blocks) - 1).bit_length()
+            if size <= BLOCK_TOKENS_MAX:  # else its line is at fault, which reading it will say
+                return size
     return USUAL_BLOCK_TOKENS
