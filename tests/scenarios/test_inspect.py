@@ -58,6 +58,8 @@ async def test_positions_of_a_prompt_on_two_engines(
         out = capsys.readouterr().out
         assert "w2: resumes at" in out
         assert "w1" not in out
+        assert await run(product, "--worker", "w3") == 2
+        assert "no such engine; there is: w1, w2" in capsys.readouterr().err
         assert await run(product) == 0
         rows = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert ["w1", "kv", "hbm", "3", "–"] in rows

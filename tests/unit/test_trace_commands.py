@@ -176,6 +176,7 @@ def test_ids_of_two_tenants_are_not_the_same(chats: Trace) -> None:
         (["generate"], "NAME and OUT are needed"),
         (["generate", "nonsense", "o"], "no preset and no family: use one of random"),
         (["generate", "agent", "o", "--requests", "0"], "requests 0"),
+        (["generate", "agent", "o", "--block-tokens", "0"], "block_tokens 0"),
         (["generate", "agent", "o", "--duration-s", "-1"], "duration_s -1"),
         (["generate", "agent", "chats.jsonl", "--requests", "9"], "exists already"),
     ],

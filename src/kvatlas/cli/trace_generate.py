@@ -77,5 +77,5 @@ def _changed(family: Family, args: argparse.Namespace) -> Family:
         family,
         requests=requests,
         duration_s=duration_s,
-        block_tokens=args.block_tokens or family.block_tokens,
+        block_tokens=family.block_tokens if args.block_tokens is None else args.block_tokens,
     )
