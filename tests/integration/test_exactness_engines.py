@@ -12,7 +12,7 @@ import pytest
 from real_engines import HERE, require, require_v4
 
 from kvatlas.connectors import vllm_greedy
-from kvatlas.validate import exactness_transformers
+from kvatlas.validate import exactness_tiers, exactness_transformers
 from kvatlas.validate.answering import Child
 from kvatlas.validate.exactness import Case, Fault, Report, bad_cases, difference, middle_length
 from kvatlas.validate.exactness_vllm import Subject, _job, cases, run, subject, text
@@ -107,3 +107,18 @@ def test_transformers_agrees_and_needs_the_rows_between_entries() -> None:
     (rows,) = [f for f in report.findings if f.case.fault and f.case.fault.part == "c128_state"]
     assert rows.difference is not None
     assert rows.difference.at == 384 - rows.case.prompt_tokens  # silent until the entry is complete
+
+
+def test_an_agent_gives_back_what_engines_saved(tmp_path: Path) -> None:
+    report = exactness_tiers.run(
+        subject("swa", tmp_path),
+        [200],
+        exactness_tiers.TIERS,
+        venv=require("vllm"),
+        engine_path=[],
+        seed=5,
+        scratch=tmp_path,
+    )
+    assert not report.failures
+    assert report.cached_tokens_by_tier == {"dram": 2 * 192, "disk": 192}
+    assert report.damaged
