@@ -193,7 +193,7 @@ BUGS = (
         "over-promise",
         "core.shelves:_deeper",
         "bodies carry a prompt as far as they go, whether or not it can be resumed there",
-        "end * grid, max(old.chain_tokens, chain), tuple(split))",
-        "chain, max(old.chain_tokens, chain), tuple(split))",
+        "end * grid, chain, tuple(split), own_tokens=own)",
+        "chain, chain, tuple(split), own_tokens=own)",
     ),
 )
