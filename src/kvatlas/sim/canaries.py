@@ -14,6 +14,7 @@ import msgspec
 
 from kvatlas.core.claims import Applied, Claims
 from kvatlas.core.directory import Directory, Limits
+from kvatlas.core.dispatch import Dispatcher
 from kvatlas.core.events import AllBlocksCleared, BlockRemoved, Event
 from kvatlas.core.keys import PUBLIC, Keyring, Scope
 from kvatlas.core.lanes import Pool
@@ -108,7 +109,8 @@ def answers_are_cut() -> AbstractContextManager[None]:
     return patched(Engine, "handle", cut)
 
 
-def one_engine_is_tried() -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def one_engine_is_tried() -> Iterator[None]:
     """There is no way back from the first choice."""
     peek = Router.peek
 
@@ -118,7 +120,8 @@ def one_engine_is_tried() -> AbstractContextManager[None]:
         decision = peek(self, ask, now, among)
         return msgspec.structs.replace(decision, plans=decision.plans[:1])
 
-    return patched(Router, "peek", first)
+    with patched(Router, "peek", first), patched(Dispatcher, "left", lambda self, id: False):
+        yield
 
 
 def a_connect_forgets() -> AbstractContextManager[None]:
