@@ -7,6 +7,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,3 +165,30 @@ def test_saves_of_unknown_or_untrue_prompts_are_not_ordered(agent: AgentProcess)
         client.saved(order.op, ())
         client.saved(-1, ())
     assert agent.idle()["counts"]["saved_too_late"] == 2
+
+
+def test_an_agent_that_hangs_holds_nobody_up(agent: AgentProcess) -> None:
+    with FakeEngine(agent.socket) as engine:
+        engine.save("r", PROMPT)
+        client = engine.client
+        client._answer_s = 0.01
+        assert agent._process is not None
+        agent._process.send_signal(signal.SIGSTOP)
+        try:
+            assert client.want("q", PROMPT, 0, 0.05)
+            assert client.waits("q")
+            filled = wire.Filled("q", 0, b"", 10, (), 0, 325)
+            began = time.monotonic()
+            for _ in range(100):
+                assert client.filled(filled, memoryview(PROMPT)) == ()
+            assert time.monotonic() - began < 0.5
+            while time.monotonic() - began < 0.1:
+                assert client.staged("q") is None
+            assert not client.waits("q")
+            assert client.counts == {"orders_missed": 1, "loads_late": 1}
+        finally:
+            agent._process.send_signal(signal.SIGCONT)
+        agent.wait(lambda status: not status["busy"])
+        assert client.staged("q") is None
+        assert engine.load("q2", PROMPT) == (END, {"dram": END})
+    assert agent.idle()["staged"] == 0

@@ -109,7 +109,8 @@ class AgentClient:
         self._retry = 0.0
         self._sent: dict[str, int] = {}
         self._staged: dict[str, wire.Staged] = {}
-        self._wanted: set[str] = set()
+        self._wanted: dict[str, float] = {}  # until when
+        self._quiet_until = 0.0
         self._connect()
 
     # -- the connection -------------------------------------------------------------------------
@@ -183,7 +184,7 @@ class AgentClient:
 
     def _arrived(self, staged: wire.Staged) -> None:
         if staged.request in self._wanted:
-            self._wanted.discard(staged.request)
+            del self._wanted[staged.request]
             self._staged[staged.request] = staged
         else:
             self._send(wire.Release(staged.request, False))
@@ -211,7 +212,7 @@ class AgentClient:
         asked = wire.Want(request, tokens, local_tokens, deadline_s, scope, adapter)
         if not self._send(asked):
             return False
-        self._wanted.add(request)
+        self._wanted[request] = time.monotonic() + deadline_s
         self._sent[request] = len(tokens) // 4
         self._pump(self._answer_s)
         return self._channel is not None
@@ -223,13 +224,17 @@ class AgentClient:
         return self._staged.get(request)
 
     def waits(self, request: str) -> bool:
-        """Whether an answer is still to come."""
+        """Whether an answer is still to come, and in time."""
+        until = self._wanted.get(request)
+        if until is not None and time.monotonic() > until:
+            self.counts["loads_late"] += 1
+            self.cancel(request)
         return request in self._wanted
 
     def cancel(self, request: str) -> None:
         """Do without."""
         if request in self._wanted:
-            self._wanted.discard(request)
+            del self._wanted[request]
             self._send(wire.Cancel(request))
 
     def release(self, request: str, *, used: bool) -> None:
@@ -242,7 +247,7 @@ class AgentClient:
     def filled(self, message: wire.Filled, tokens: memoryview) -> tuple[wire.Order, ...]:
         """What to save of it in this step; ``tokens``: all ids of the request so far."""
         since = self._sent.get(message.request)
-        if since is None:
+        if since is None or time.monotonic() < self._quiet_until:
             return ()
         new = bytes(tokens[since * 4 :])
         told = wire.Filled(
@@ -260,6 +265,7 @@ class AgentClient:
         orders = self._pump(self._answer_s, message.request)
         if orders is None:
             self.counts["orders_missed"] += 1
+            self._quiet_until = time.monotonic() + RETRY_S  # do not hold every step up
             return ()
         if not orders.known:
             self._sent.pop(message.request, None)

@@ -28,56 +28,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from vllm import __version__
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvatlas.connectors.agent_client import AgentClient, Channel
-from kvatlas.connectors.vllm_probe import Place, layers_of, parts_of
+from kvatlas.connectors.agent_client import AgentClient
+from kvatlas.connectors.vllm_copies import Block, Copier, Copies, Copy, Results
+from kvatlas.connectors.vllm_probe import layers_of, parts_of
 from kvatlas.core.units import Part as Which
-from kvatlas.dataplane.arena import Arena
-from kvatlas.errors import EngineError, StoreError
+from kvatlas.errors import EngineError
 from kvatlas.service import agent_wire as wire
 
 _SOURCES = {"dram": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peer": CacheHitSource.P2P}
-
-Block = tuple[Place, int]  # a place, and the block's id
-
-
-@dataclass
-class Copy:
-    """One unit: its blocks, in the order in which their bytes lie in the slot. A block 0 is
-    passed over: the engine has it already."""
-
-    piece: wire.Piece
-    blocks: list[Block]
-
-
-@dataclass
-class Copies(KVConnectorMetadata):  # type: ignore[misc]
-    """What the worker's side does in one step, from and to the memory of ``arena``."""
-
-    arena: str = ""
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    load: dict[str, list[Copy]] = field(default_factory=dict)  # by request
-    save: dict[int, list[Copy]] = field(default_factory=dict)  # by order
-
-
-@dataclass
-class Results(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What it has done: requests that are loaded, and checksums of what was saved, by order."""
-
-    loaded: list[str] = field(default_factory=list)
-    saved: dict[int, list[tuple[bytes, bytes]]] = field(default_factory=dict)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        raise RuntimeError("one worker only")
 
 
 @dataclass
@@ -90,6 +55,7 @@ class Tracked:
     resumed: int = 0
     told: int = 0  # grid positions up to which the agent knows of it
     given_up: bool = False
+    asked: bool = False  # how far it can be resumed
 
 
 class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -105,12 +71,7 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._path = Path(settings["socket"])
         self._deadline_s = float(settings.get("load_deadline_s", 10.0))
         self._groups = kv_cache_config.kv_cache_groups
-        # The worker's side.
-        self._channel: Channel | None = None
-        self._results = Results()
-        self._caches: dict[str, torch.Tensor] = {}
-        self._layers: dict[Place, list[str]] = {}
-        # The scheduler's side.
+        self._copier = Copier(self._path, self._groups)  # the worker's side; the rest decides
         self.counts: Counter[str] = Counter()
         self._copies = Copies()
         self._tracked: dict[str, Tracked] = {}
@@ -156,7 +117,8 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self.counts["requests_left_alone"] += 1
         if tracked.given_up:
             return 0, False
-        if not self._agent.waits(id) and self._agent.staged(id) is None:
+        if not tracked.asked:
+            tracked.asked = True
             tracked.tokens = array("I", request.all_token_ids)
             tracked.told = 0
             salt, adapter = _names(request)
@@ -184,11 +146,15 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.given_up:
             return
+        tracked.asked = False  # after a preemption it asks again
         staged = self._agent.staged(request.request_id)
         ids = [list(group) for group in blocks.get_block_ids()]
-        if staged is None or not num_external_tokens:
+        if not num_external_tokens:
             self._agent.release(request.request_id, used=False)
             return
+        welcome = self._agent.welcome
+        if staged is None or welcome is None:
+            raise RuntimeError("the engine is to resume from what is not there any more")
         local = staged.tokens - num_external_tokens
         copies = []
         for piece in staged.pieces:
@@ -199,6 +165,7 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 raise RuntimeError("the engine gave no block for what it is to resume from")
             copies.append(Copy(piece, found))
         self._copies.load[request.request_id] = copies
+        self._copies.load_arena = welcome.arena
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -262,7 +229,8 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._fill(id, tracked, cached.num_computed_tokens[i], scheduled, copies)
         welcome = self._agent.welcome
         if welcome is not None and (copies.load or copies.save):
-            copies.arena, copies.parts = welcome.arena, self._described
+            copies.arena = welcome.arena
+        copies.parts = self._described
         return copies
 
     def _fill(
@@ -330,9 +298,7 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """The agent takes back what it held for this engine."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        self._copier.close()
         if self._client is not None:
             self._client.close()
 
@@ -340,21 +306,11 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Where the blocks lie."""
-        self._caches = kv_caches
+        self._copier.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Copies what was verified into its blocks, before the step computes anything.
-
-        Raises RuntimeError where the agent took it back meanwhile, which it does not while this
-        process lives: better no answer than a wrong one.
-        """
-        copies: Copies = self._get_connector_metadata()
-        for id, units in copies.load.items():
-            arena = self._arena(copies)
-            for unit in units:
-                if arena is None or not self._copy_in(arena, unit):
-                    raise RuntimeError("what was promised to be loaded is not there any more")
-            self._results.loaded.append(id)
+        """Before the step computes anything."""
+        self._copier.load(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All is loaded before the first layer."""
@@ -365,77 +321,12 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Whole units are saved at the end of the step."""
 
     def wait_for_save(self) -> None:
-        """Copies what the agent wants into its slots."""
-        copies: Copies = self._get_connector_metadata()
-        for op, units in copies.save.items():
-            arena = self._arena(copies)
-            sums = []
-            for unit in units:
-                checksum = self._copy_out(arena, unit) if arena is not None else b""
-                if checksum:
-                    sums.append((unit.piece.name, checksum))
-            self._results.saved[op] = sums
+        """At the end of the step."""
+        self._copier.save(self._get_connector_metadata())
 
     def build_connector_worker_meta(self) -> Results | None:
         """What was done since the last step."""
-        if not self._results.loaded and not self._results.saved:
-            return None
-        results, self._results = self._results, Results()
-        return results
-
-    def _arena(self, copies: Copies) -> Arena | None:
-        """The memory of that life of the agent."""
-        life = copies.arena
-        if not self._layers:
-            self._layers = layers_of(copies.parts, self._groups)
-        if self._channel is None or self._channel.welcome.arena != life:
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
-            try:
-                self._channel = Channel(self._path, wire.Map(wire.VERSION))
-            except (OSError, EngineError, StoreError):
-                return None
-            if self._channel.welcome.arena != life:
-                return None
-        return self._channel.arena
-
-    def _copy_in(self, arena: Arena, unit: Copy) -> bool:
-        """Into the engine's blocks. False: the slot is somebody else's."""
-        slot = unit.piece.slot
-        if not arena.current(slot):
-            return False
-        source = torch.frombuffer(arena.view(slot), dtype=torch.uint8)
-        at = 0
-        for place, block in unit.blocks:
-            for layer in self._layers[place]:
-                target = self._caches[layer][block]
-                size = target.numel() * target.element_size()
-                if block:
-                    data = source[at : at + size].view(target.dtype).view(target.shape)
-                    target.copy_(data)
-                at += size
-        return arena.current(slot)
-
-    def _copy_out(self, arena: Arena, unit: Copy) -> bytes:
-        """Out of the engine's blocks; the checksum of all that lies in the slot, or b""."""
-        slot = unit.piece.slot
-        if not arena.current(slot):
-            return b""
-        view = arena.view(slot)
-        target = torch.frombuffer(view, dtype=torch.uint8)
-        at = 0
-        for place, block in unit.blocks:
-            for layer in self._layers[place]:
-                source = self._caches[layer][block]
-                size = source.numel() * source.element_size()
-                if at + size > slot.size_bytes:
-                    return b""  # not the pages that were described
-                target[at : at + size].view(source.dtype).view(source.shape).copy_(source)
-                at += size
-        target[at:].zero_()  # padding
-        checksum = xxhash.xxh3_128_intdigest(view) or 1
-        return checksum.to_bytes(16, "big") if arena.current(slot) else b""
+        return self._copier.results()
 
 
 def _check(vllm_config: Any) -> None:

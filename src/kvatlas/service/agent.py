@@ -176,7 +176,7 @@ class NodeAgent:
             self._driver.close()
         if self._disk is not None:
             self._disk.close()
-        self._dram.close()
+        # The dram store is not emptied: engines may still copy what they were promised.
         self._arena.close()
 
     @property
