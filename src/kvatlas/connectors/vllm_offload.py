@@ -115,6 +115,10 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             tracked.given_up = _odd(request)
             if tracked.given_up:
                 self.counts["requests_left_alone"] += 1
+        if request.num_preemptions and not tracked.given_up:
+            tracked.given_up = True  # not shown to be exact yet: it is computed again
+            self.counts["preempted"] += 1
+            self._agent.end(id)
         if tracked.given_up:
             return 0, False
         if not tracked.asked:
@@ -135,10 +139,12 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         staged = self._agent.staged(id)
         if staged is None:
             return (None if self._agent.waits(id) else 0), False
-        first = min((p.index for p in staged.pieces if p.part == Which.BODY), default=0)
+        bodies = [p.index for p in staged.pieces if p.part == Which.BODY]
         position = staged.tokens
-        if num_computed_tokens < first * self._grid or position >= request.num_tokens:
-            position = 0  # the engine has lost, meanwhile, what it had when we asked
+        if not bodies or num_computed_tokens < min(bodies) * self._grid:
+            position = 0  # nothing, or the engine has lost, meanwhile, what it had when we asked
+        if position >= request.num_tokens:
+            position = 0
         return max(0, position - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -146,7 +152,6 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.given_up:
             return
-        tracked.asked = False  # after a preemption it asks again
         staged = self._agent.staged(request.request_id)
         ids = [list(group) for group in blocks.get_block_ids()]
         if not num_external_tokens:
@@ -164,6 +169,9 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if found is None:
                 raise RuntimeError("the engine gave no block for what it is to resume from")
             copies.append(Copy(piece, found))
+        bodies = sum(copy.piece.part == Which.BODY for copy in copies)
+        if bodies * self._grid < num_external_tokens:
+            raise RuntimeError("not all that the engine is to resume from is there")
         self._copies.load[request.request_id] = copies
         self._copies.load_arena = welcome.arena
 
@@ -218,14 +226,11 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         cached = scheduler_output.scheduled_cached_reqs
         for i, id in enumerate(cached.req_ids):
             tracked = self._tracked.get(id)
-            if tracked is None:
+            if tracked is None or tracked.given_up:
                 continue
             more = cached.new_block_ids[i]
-            if id in cached.resumed_req_ids:
-                tracked.ids = [list(ids) for ids in more or ()]
-            else:
-                for ids, added in zip(tracked.ids, more or (), strict=False):
-                    ids.extend(added)
+            for ids, added in zip(tracked.ids, more or (), strict=False):
+                ids.extend(added)
             self._fill(id, tracked, cached.num_computed_tokens[i], scheduled, copies)
         welcome = self._agent.welcome
         if welcome is not None and (copies.load or copies.save):
