@@ -131,7 +131,7 @@ def _install(venv: Path) -> None:
     pip = [python_of(venv), "-m", "pip", "--disable-pip-version-check", "--no-input"]
     print(f"{_STEP}2 of 5: {VLLM}, {TORCH} and what they need", flush=True)
     _call(
-        [*pip, "install", "--no-compile", TORCH, VLLM, "gguf", "accelerate"],
+        [*pip, "install", "--no-compile", TORCH, VLLM, "gguf", "accelerate", "xxhash"],
         f"pip could not install {VLLM}. It needs the CPU build of {TORCH}: where pip finds only "
         "the CUDA build, add the index of PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL)",
     )
