@@ -71,7 +71,7 @@ def test_both_worlds_are_equal_to_the_last_digit(layout: str, seed: int) -> None
     assert told(result) == []
     assert not result.different
     assert (result.requests, result.failed) == (36, 0)
-    assert result.cached_tokens > 10_000
+    assert result.cached_tokens > 5_000  # of some 25,000: it compares hits, not misses
     assert sum(engine.evicted_blocks for engine in result.engines.values()) > 20
     assert sum(engine.hit_tokens for engine in result.engines.values()) == result.cached_tokens
 
