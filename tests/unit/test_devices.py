@@ -20,7 +20,7 @@ WANTED = {"H20", "H100", "H200", "B200", "GB200", "950PR", "Atlas-350", "RTX-409
 
 
 def test_the_devices_that_people_ask_for_are_there() -> None:
-    assert WANTED <= set(DEVICES)
+    assert set(DEVICES) >= WANTED
 
 
 @pytest.mark.parametrize("profile", DEVICES.values(), ids=list(DEVICES))
