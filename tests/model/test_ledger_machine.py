@@ -232,23 +232,17 @@ class LedgerMachine(RuleBasedStateMachine):
             block.leases[lease.number] = (self.now + wait, owner)
 
     @precondition(lambda self: any(b.leases for b in self.blocks.values()))
-    @rule(data=st.data(), more=st.sampled_from((None, 0.0, 30.0)))
-    def end_or_renew(self, data: st.DataObject, more: float | None) -> None:
+    @rule(data=st.data())
+    def end_lease(self, data: st.DataObject) -> None:
         held = sorted((n, k) for k, b in self.blocks.items() for n in b.leases)
         number, key = data.draw(st.sampled_from(held))
         block = self.blocks[key]
-        if more is not None:
-            until, owner = block.leases[number]
-            assert self.ledger.renew(number, until + more)
-            block.leases[number] = (until + more, owner)
-            return
         keys = set(self.blocks)
         told = self.ledger.end_lease(number)
         del block.leases[number]
         self._gone(key)
         self._check_gone(keys, [] if told is None else [told])
         assert self.ledger.end_lease(number) is None
-        assert not self.ledger.renew(number, 1e6)
 
     # -- leaving ----------------------------------------------------------------------------------
 
@@ -311,19 +305,6 @@ class LedgerMachine(RuleBasedStateMachine):
             self.blocks[key].doomed = True
             self._gone(key)
         self._check_gone(keys, [] if told is None else [told])
-
-    @rule(tenant=st.sampled_from(TENANTS), dice=st.integers(0, 4))
-    def drop_tenant(self, tenant: str, dice: int) -> None:
-        if dice:
-            return
-        keys = set(self.blocks)
-        gone = self.ledger.drop_tenant(tenant)
-        for key in keys:
-            if self.blocks[key].tenant == tenant:
-                self.blocks[key].doomed = True
-                self._gone(key)
-        self._end_rooms(gone, [r for r in self.rooms.values() if r.tenant == tenant])
-        self._check_gone(keys, list(gone.entries))
 
     @rule(owner=st.sampled_from(OWNERS), dice=st.integers(0, 2))
     def forget(self, owner: str, dice: int) -> None:

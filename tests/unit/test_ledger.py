@@ -157,22 +157,16 @@ def test_what_is_leaving_already_is_not_asked_for_again() -> None:
     assert ledger.begin_eviction(1.0, 100) == []
 
 
-def test_a_lease_that_is_renewed_ends_later() -> None:
+def test_a_lease_holds_until_its_deadline() -> None:
     ledger = ledger_of()
     put(ledger, 1)
-    lease = ledger.lease(1, 10.0, 0.0)
-    assert lease is not None
-    assert ledger.renew(lease.number, 20.0)
-    assert ledger.renew(lease.number, 20.0), "again the same: no second deadline"
+    assert ledger.lease(1, 20.0, 0.0) is not None
     assert ledger.next_deadline() == 20.0
     assert ledger.tick(19.0).leases == 0
     assert ledger.evict(19.0, 100) == []
     assert ledger.tick(20.0).leases == 1
-    assert not ledger.renew(lease.number, 30.0)
-    lease = ledger.lease(1, 30.0, 20.0)
-    assert lease is not None
     with pytest.raises(LedgerError, match="must end"):
-        ledger.renew(lease.number, math.inf)
+        ledger.lease(1, math.inf, 20.0)
 
 
 def test_back_pressure_says_what_would_help() -> None:

@@ -56,7 +56,7 @@ class Ledger:
         self._leases: dict[int, Lease] = {}
         self._pins: dict[str, dict[Key, int]] = {}  # owner -> key -> count
         self._rooms: Deadlines[int] = Deadlines(lambda _, number: number in self._reservations)
-        self._rights: Deadlines[int] = Deadlines(self._right_due)
+        self._rights: Deadlines[int] = Deadlines(lambda _, number: number in self._leases)
         self._lives: Deadlines[Key] = Deadlines(self._life_due)
         self._number = 0
         self._now = -math.inf
@@ -238,19 +238,6 @@ class Ledger:
         self._rights.set(until, made.number)
         return made
 
-    def renew(self, number: int, until: float) -> bool:
-        """Move the deadline of a lease; False: it ended before."""
-        made = self._leases.get(number)
-        if made is None:
-            return False
-        if not math.isfinite(until):
-            raise LedgerError(f"renew {number}: until is {until}: a lease must end")
-        if until == made.until:
-            return True
-        self._leases[number] = msgspec.structs.replace(made, until=float(until))
-        self._rights.set(until, number)
-        return True
-
     def end_lease(self, number: int) -> Entry | None:
         """Give a lease back; returns the entry where this was all that kept it. One that ended
         before, by its deadline, is no error."""
@@ -331,13 +318,6 @@ class Ledger:
         """
         entry = self.peek(key)
         return None if entry is None else self._doom(entry)
-
-    def drop_tenant(self, tenant: str) -> Gone:
-        """Delete all of a tenant: entries as `drop` does, reservations by abort."""
-        mine = [e for e in self._books.entries.values() if e.tenant == tenant and not e.doomed]
-        entries = [gone for e in mine if (gone := self._doom(e)) is not None]
-        ended = [r for r in self._reservations.values() if r.tenant == tenant]
-        return Gone(tuple(entries), tuple(self.abort(r.number) for r in ended))
 
     def forget(self, owner: str) -> Gone:
         """A process is gone: its pins, leases and reservations are given back."""
@@ -468,10 +448,6 @@ class Ledger:
     def _may_go(self, key: Key) -> bool:
         entry = self._books.entries[key]
         return not entry.pins and not entry.leases
-
-    def _right_due(self, at: float, number: int) -> bool:
-        lease = self._leases.get(number)
-        return lease is not None and lease.until == at
 
     def _life_due(self, at: float, key: Key) -> bool:
         entry = self._books.entries.get(key)
