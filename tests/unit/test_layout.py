@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.cli import layout as command
-from kvatlas.core.families import layout_from_config, model_types
+from kvatlas.core.families import layout_from_config
 from kvatlas.core.layout import Compute, Group, Layout, Rule, drafted, plain
 from kvatlas.errors import LayoutError
 from kvatlas.workload.models import known_models, load_config, load_layout
@@ -286,7 +286,6 @@ def test_plain_layout_knows_no_bytes() -> None:
     "kind", ["deepseek_v41", "mamba", "jamba", "qwen3_next", "gemma3n", "never_heard_of"]
 )
 def test_unknown_architectures_are_refused_by_name(kind: str) -> None:
-    assert kind not in model_types()
     with pytest.raises(LayoutError, match=f"model_type '{kind}' is not supported: .*load alone"):
         build({**LLAMA, "model_type": kind, "architectures": None})
 

@@ -8,7 +8,7 @@ import pytest
 from kvatlas.core.policy import checkpoints
 from kvatlas.core.policy.attention import Attention, AttentionScores
 from kvatlas.core.policy.base import Facts, Heat, Key, Policy
-from kvatlas.core.policy.checkpoints import ENDS, ENDS_AND_JUNCTIONS, PROMPT_END, ZERO, periodic
+from kvatlas.core.policy.checkpoints import ENDS, ENDS_AND_JUNCTIONS, PROMPT_END, ZERO, Spacing
 from kvatlas.core.policy.gdsf import Gdsf
 from kvatlas.core.policy.lru_sink import LruSink
 from kvatlas.core.policy.objective import Objective
@@ -225,22 +225,22 @@ def test_the_price_of_spacing() -> None:
         (PROMPT_END, (768,)),
         (ENDS, (768, 1280)),
         (ENDS_AND_JUNCTIONS, (512, 768, 1280)),
-        (periodic(512), (512, 1024)),
-        (periodic(256), (256, 512, 768, 1024, 1280)),
+        (Spacing(every_tokens=512), (512, 1024)),
+        (Spacing(every_tokens=256), (256, 512, 768, 1024, 1280)),
     ],
 )
-def test_positions(spacing: checkpoints.Spacing, positions: tuple[int, ...]) -> None:
+def test_positions(spacing: Spacing, positions: tuple[int, ...]) -> None:
     """A prompt of 1,024 tokens resumes at 768: its last token is computed anew."""
     assert spacing.positions(256, 1024, 300, seen=(600, 5000)) == positions
 
 
 def test_short_requests_have_no_positions() -> None:
-    everything = checkpoints.Spacing(True, True, True, 256)
+    everything = Spacing(True, True, True, 256)
     assert everything.positions(256, 1, 0, seen=(0, 255)) == ()
     assert everything.positions(256, 256, 0) == ()
     assert everything.positions(256, 257, 0) == (256,)
     with pytest.raises(ConfigError, match="every 100 tokens"):
-        periodic(100).positions(256, 1000, 0)
+        Spacing(every_tokens=100).positions(256, 1000, 0)
 
 
 def test_what_a_request_costs_to_keep() -> None:

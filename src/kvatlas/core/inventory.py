@@ -7,7 +7,6 @@ it is *sealed*: its resume record, committed last, says that all that it needs w
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -211,15 +210,3 @@ class Inventory:
                     self._said[tier, name] = True
         for name in self.known[Tier.OBJECT]:
             self._said[Tier.OBJECT, name] = True
-
-    def digest(self) -> str:
-        """Hex digest of all that is held and known."""
-        total = hashlib.sha256(b"kvatlas.inventory.1\0")
-        for tier, ledger in self.ledgers.items():
-            total.update(bytes((tier,)) + ledger.digest().encode())
-            total.update(b"".join(sorted(self.sealed[tier])))
-        for tier, known in self.known.items():
-            total.update(bytes((tier,)))
-            for name, node in sorted(known.items()):
-                total.update(name + node.encode() + b"\0")
-        return total.hexdigest()[:16]

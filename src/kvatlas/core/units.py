@@ -94,7 +94,3 @@ class Sizes:
     def point(self, keys: Sequence[bytes], index: int) -> Unit:
         """The point at the end of grid block ``index``."""
         return Unit(keys[index], Part.POINT, index, self.point_bytes(index))
-
-    def anchor(self, key: bytes) -> bytes:
-        """Name of the unit without which nothing can be resumed at the end of this block."""
-        return name_of(key, Part.POINT if self.has_points else Part.BODY)

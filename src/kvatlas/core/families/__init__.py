@@ -40,11 +40,6 @@ _NOT_YET = {
 }
 
 
-def model_types() -> tuple[str, ...]:
-    """Every ``model_type`` that `layout_from_config` knows, sorted."""
-    return tuple(sorted(_FAMILIES))
-
-
 def layout_from_config(
     config: Mapping[str, object],
     *,

@@ -53,16 +53,11 @@ class Spacing(msgspec.Struct, frozen=True):
         return tuple(sorted(position for position in on_grid if position > 0))
 
 
-#: Names for tables and configuration; ``periodic`` takes its distance from the caller.
+#: Names for tables and configuration; "periodic" is ``Spacing(every_tokens=…)``.
 ZERO = Spacing()
 PROMPT_END = Spacing(prompt_end=True)
 ENDS = Spacing(prompt_end=True, output_end=True)
 ENDS_AND_JUNCTIONS = Spacing(prompt_end=True, output_end=True, junctions=True)
-
-
-def periodic(every_tokens: int) -> Spacing:
-    """One resume point each ``every_tokens``; with the grid itself, "full"."""
-    return Spacing(every_tokens=every_tokens)
 
 
 class Priced(msgspec.Struct, frozen=True):
