@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvatlas.core.layout import Component, Group, Layout, Rule
 from kvatlas.workload.engine import Engine
 from kvatlas.workload.holding import resumed_blocks, unroll
-from kvatlas.workload.prompt_keys import PromptKeys, key_step
+from kvatlas.workload.prompt_keys import TOKEN_BYTES, PromptKeys, key_step
 from kvatlas.workload.protocol import (
     Abort,
     Admitted,
@@ -41,7 +41,7 @@ from kvatlas.workload.protocol import (
     Release,
 )
 from kvatlas.workload.spec import EngineSpec
-from kvatlas.workload.state import Memory, Snapshot
+from kvatlas.workload.state import BLOCK_BYTES, Memory
 
 LONGEST = 120
 
@@ -67,6 +67,78 @@ def layout(name: str) -> Layout:
     return Layout(name, "", "", max(g.block_tokens for g in groups), parts, groups)
 
 
+class Snapshot(msgspec.Struct, frozen=True):
+    """A request's whole state after its first ``tokens`` tokens: what a P/D hand-off moves."""
+
+    tokens: int
+    tail: bytes  # token ids since the last grid position
+    values: tuple[bytes, ...]  # of the groups, there
+
+
+class Moving(Memory):
+    """State that can leave an engine in mid-request and be gone on with in another."""
+
+    def __init__(self, shape: Layout, *, minimal: bool) -> None:
+        super().__init__(shape, minimal=minimal)
+        self._adopted: dict[str, Snapshot] = {}
+
+    def resume(self, request: Arrive, admitted: Admitted) -> None:
+        super().resume(request, admitted)
+        snapshot = self._adopted.pop(request.id, None)
+        if snapshot is None or admitted.cached_tokens < snapshot.tokens - 1:
+            return
+        sequence = self._sequences[request.id]  # everything came
+        sequence.position = snapshot.tokens // self._grid * self._grid
+        sequence.resumed = ()
+        sequence.tail += snapshot.tail
+        for lane, value in zip(sequence.lanes, snapshot.values, strict=True):
+            lane.value = value
+
+    def compute(self, computed: Computed, tokens: bytes) -> None:
+        sequence = self._sequences[computed.id]
+        known = sequence.position + len(sequence.tail) // TOKEN_BYTES
+        again = known - computed.start  # after a hand-off the last token is computed once more
+        super().compute(computed, tokens[again * TOKEN_BYTES :])
+
+    def release(self, id: str) -> None:
+        super().release(id)
+        self._adopted.pop(id, None)
+
+    def snapshot(self, id: str) -> Snapshot:
+        """All of a running request's state."""
+        sequence = self._sequences[id]
+        self._read(sequence)
+        tokens = sequence.position + len(sequence.tail) // TOKEN_BYTES
+        values = tuple([lane.value for lane in sequence.lanes])
+        return Snapshot(tokens, bytes(sequence.tail), values)
+
+    def adopt(
+        self, id: str, snapshot: Snapshot, blocks: tuple[BlockRef, ...]
+    ) -> tuple[BlockRef, ...]:
+        """Go on from there when the request ``id`` is next resumed at the snapshot's end.
+
+        Of its ``blocks`` here, those of windows are filled from it; what chain blocks hold has to
+        be copied (`read`, `write`). Returns the blocks of windows that the other side did not
+        have either.
+        """
+        self._adopted[id] = snapshot
+        unfilled = []
+        end = snapshot.tokens // self._grid * self._grid
+        for number, slot in enumerate(self._slots):
+            value = snapshot.values[number]
+            for ref in blocks:
+                if ref.group == slot.index and slot.need is not None:
+                    behind = (end // slot.block_tokens - ref.index) * BLOCK_BYTES
+                    start = len(value) - behind
+                    if behind <= 0:  # only part of it is there; it is written when it is full
+                        continue
+                    if start < 0:
+                        unfilled.append(ref)
+                    else:
+                        self.write(ref.block_id, value[start : start + BLOCK_BYTES])
+        return tuple(unfilled)
+
+
 def make_engine(name: str, how: Any, connector: Any, *, roomy: bool = False) -> Engine:
     shape = layout(name)
     retention = how["retention"]
@@ -83,7 +155,7 @@ def make_engine(name: str, how: Any, connector: Any, *, roomy: bool = False) -> 
     if not roomy:
         least = Engine(shape, spec).pool.peak_blocks(LONGEST)
         spec = msgspec.structs.replace(spec, blocks=least + how["spare"])
-    memory = Memory(shape, minimal=how["minimal"])
+    memory = Moving(shape, minimal=how["minimal"])
     return Engine(shape, spec, model=memory, connector=connector, leap=how["leap"])
 
 
@@ -136,7 +208,7 @@ class Side:
         self.world = world
         self.engine = make_engine(name, how, self)
         model = self.engine._model
-        assert isinstance(model, Memory)
+        assert isinstance(model, Moving)
         self.memory = model
         self.arrived: dict[str, Arrive] = {}
         self.tokens: dict[str, list[int]] = {}

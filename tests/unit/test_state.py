@@ -117,9 +117,11 @@ def test_each_block_of_each_group_alone_changes_the_answer(layout: Layout, how: 
     for ref in refs:
         before = dict(memory._bytes)
         if how == "swap":
-            memory.swap(ref.block_id, next(r.block_id for r in other if r.group == ref.group))
+            swap(memory, ref.block_id, next(r.block_id for r in other if r.group == ref.group))
+        elif how == "drop":
+            del memory._bytes[ref.block_id]
         else:
-            getattr(memory, how)(ref.block_id)
+            memory.damage(ref.block_id)
         resumed = run(machine, f"hurt-{ref.group}-{ref.index}", ids(1025))
         assert admitted(resumed).cached_tokens == 1024
         assert answer(resumed) != cold, f"group {ref.group} block {ref.index} went unnoticed"
@@ -147,7 +149,7 @@ def test_two_blocks_of_one_window_exchanged_change_the_answer() -> None:
     cold = answer(run(machine, "cold", ids(1025)))
     refs = admitted(run(machine, "probe", ids(1025))).resumed
     swa = [r.block_id for r in refs if r.group == 0]
-    memory.swap(*swa)
+    swap(memory, *swa)
     assert answer(run(machine, "swapped", ids(1025))) != cold
 
 
@@ -236,6 +238,13 @@ def test_errors_name_what_is_not_there() -> None:
         memory.digest("nobody")
     with pytest.raises(KeyError):
         memory.compute(Computed("nobody", 0, 1, ()), ids(1))
+
+
+def swap(memory: Memory, one: int, other: int) -> None:
+    """Exchange the bytes of two blocks."""
+    first, second = memory.read(one), memory.read(other)
+    memory.write(one, second)
+    memory.write(other, first)
 
 
 def admitted_blocks(machine: Engine, tokens: bytes) -> tuple[BlockRef, ...]:

@@ -66,14 +66,6 @@ def _ends(slot: Slot, grid: int) -> tuple[int, ...]:
     return tuple(range(grid - (slot.group.units(grid) - 1) * size, grid + 1, size))
 
 
-class Snapshot(msgspec.Struct, frozen=True):
-    """A request's whole state after its first ``tokens`` tokens: what a P/D hand-off moves."""
-
-    tokens: int
-    tail: bytes  # token ids since the last grid position
-    values: tuple[bytes, ...]  # of the groups, there
-
-
 class _Sequence:
     __slots__ = ("lanes", "position", "resumed", "tail")
 
@@ -100,7 +92,6 @@ class Memory:
         self._vocabulary = vocabulary
         self._bytes: dict[int, bytes] = {}
         self._sequences: dict[str, _Sequence] = {}
-        self._adopted: dict[str, Snapshot] = {}
 
     # Model -------------------------------------------------------------------------------------
 
@@ -111,23 +102,13 @@ class Memory:
             _Lane(slot, self._grid, seed, read)
             for slot, read in zip(self._slots, self._read_blocks, strict=True)
         ]
-        snapshot = self._adopted.pop(request.id, None)
-        if snapshot is None or admitted.cached_tokens < snapshot.tokens - 1:
-            sequence = _Sequence(lanes, admitted.cached_tokens, admitted.resumed)
-        else:  # a hand-off: everything came, the last token is computed once more
-            sequence = _Sequence(lanes, snapshot.tokens // self._grid * self._grid, ())
-            sequence.tail += snapshot.tail
-            for lane, value in zip(lanes, snapshot.values, strict=True):
-                lane.value = value
-        self._sequences[request.id] = sequence
+        self._sequences[request.id] = _Sequence(lanes, admitted.cached_tokens, admitted.resumed)
 
     def compute(self, computed: Computed, tokens: bytes) -> None:
         """Advance over ``tokens`` and write the blocks that became findable."""
         sequence = self._sequences[computed.id]
         self._read(sequence)
         size = self._grid * TOKEN_BYTES
-        known = sequence.position + len(sequence.tail) // TOKEN_BYTES
-        tokens = tokens[(known - computed.start) * TOKEN_BYTES :]  # a last token computed again
         if len(sequence.tail) + len(tokens) < size:
             sequence.tail += tokens
             return
@@ -146,43 +127,8 @@ class Memory:
     def release(self, id: str) -> None:
         """Forget the request; its blocks keep their bytes until they are written anew."""
         self._sequences.pop(id, None)
-        self._adopted.pop(id, None)
 
-    # Moving --------------------------------------------------------------------------------------
-
-    def snapshot(self, id: str) -> Snapshot:
-        """All of a running request's state. Raises KeyError for one that is not running."""
-        sequence = self._sequences[id]
-        self._read(sequence)
-        tokens = sequence.position + len(sequence.tail) // TOKEN_BYTES
-        values = tuple([lane.value for lane in sequence.lanes])
-        return Snapshot(tokens, bytes(sequence.tail), values)
-
-    def adopt(
-        self, id: str, snapshot: Snapshot, blocks: tuple[BlockRef, ...]
-    ) -> tuple[BlockRef, ...]:
-        """Go on from there when the request ``id`` is next resumed at the snapshot's end.
-
-        Of its ``blocks`` here, those of windows are filled from it; what chain blocks hold has to
-        be copied (`read`, `write`). Returns the blocks of windows that the other side did not
-        have either.
-        """
-        self._adopted[id] = snapshot
-        unfilled = []
-        end = snapshot.tokens // self._grid * self._grid
-        for number, slot in enumerate(self._slots):
-            value = snapshot.values[number]
-            for ref in blocks:
-                if ref.group == slot.index and slot.need is not None:
-                    behind = (end // slot.block_tokens - ref.index) * BLOCK_BYTES
-                    start = len(value) - behind
-                    if behind <= 0:  # only part of it is there; it is written when it is full
-                        continue
-                    if start < 0:
-                        unfilled.append(ref)
-                    else:
-                        self._bytes[ref.block_id] = value[start : start + BLOCK_BYTES]
-        return tuple(unfilled)
+    # Reading and breaking ------------------------------------------------------------------------
 
     def read(self, block_id: int) -> bytes:
         """A block's bytes. Raises KeyError when nothing was written there."""
@@ -191,8 +137,6 @@ class Memory:
     def write(self, block_id: int, data: bytes) -> None:
         """Fill a block from outside."""
         self._bytes[block_id] = data
-
-    # Reading and breaking ------------------------------------------------------------------------
 
     def digest(self, id: str) -> bytes:
         """16 bytes over every required group's state and the tokens since: the stub's answer.
@@ -209,14 +153,6 @@ class Memory:
     def damage(self, block_id: int) -> None:
         """Turn over every bit of a block. Raises KeyError when nothing was written there."""
         self._bytes[block_id] = bytes(b ^ 0xFF for b in self._bytes[block_id])
-
-    def drop(self, block_id: int) -> None:
-        """Lose a block's bytes, as if they had never arrived. Raises KeyError when not there."""
-        del self._bytes[block_id]
-
-    def swap(self, one: int, other: int) -> None:
-        """Exchange the bytes of two blocks. Raises KeyError when either was never written."""
-        self._bytes[one], self._bytes[other] = self._bytes[other], self._bytes[one]
 
     def __len__(self) -> int:
         """Blocks that hold bytes."""
