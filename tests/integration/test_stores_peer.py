@@ -145,6 +145,20 @@ def test_connections_have_a_limit(tmp_path: Path) -> None:
     rig.close()
 
 
+def test_a_piece_whose_release_fails_is_reported_all_the_same(rig: PeerRig) -> None:
+    rig.put(b"n", b"value")
+    store = rig.store(rig.port)
+
+    def fails() -> None:
+        raise RuntimeError("the caller's fault")
+
+    pieces = [Piece(b"n", memoryview(bytearray(5)), released=fails)]
+    assert finished(lambda done: store.read(pieces, done)) == Report()
+    assert bytes(pieces[0].view) == b"value"
+    assert store.counts["released_failed"] == 1
+    store.close()
+
+
 def test_a_large_catalogue_comes_in_parts(rig: PeerRig) -> None:
     pieces = [Piece(b"%d" % n, memoryview(b"x"), index=n, tenant="t") for n in range(5000)]
     assert finished(lambda done: rig.dram.write(pieces, done)).failed == ()

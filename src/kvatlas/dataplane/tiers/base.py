@@ -7,6 +7,8 @@ the medium does, and its ``done`` is called exactly once, after which nothing to
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -92,6 +94,40 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Ends what is in flight (as failed) and gives everything back."""
+
+
+class Counts:
+    """Counters that several threads raise: operations, bytes, and failures by reason."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self._values[name] += amount
+
+    def all(self) -> dict[str, int]:
+        """A copy."""
+        with self._lock:
+            return dict(self._values)
+
+
+def let_go(piece: Piece, counts: Counts) -> None:
+    """Nothing of ours touches its view any more."""
+    if piece.released is None:
+        return
+    try:
+        piece.released()
+    except Exception:  # as with ``done``
+        counts.add("released_failed")
+
+
+def well_formed(piece: Piece, *, into: bool = False) -> bool:
+    """Whether it has a name and bytes in a row, at least one; ``into``: that can be written to."""
+    view = piece.view
+    row = view.ndim == 1 and view.itemsize == 1 and view.c_contiguous and view.nbytes > 0
+    return row and 0 < len(piece.name) <= NAME_BYTES_MAX and not (into and view.readonly)
 
 
 def checksum_of(view: memoryview | bytes) -> int:

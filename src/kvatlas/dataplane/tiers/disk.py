@@ -29,13 +29,12 @@ from kvatlas.dataplane.records import (
     pack,
     unpack,
 )
-from kvatlas.dataplane.tiers.base import Entry, Finish, Piece, checksum_of
+from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Piece, checksum_of, let_go
 from kvatlas.dataplane.tiers.disk_catalogue import Catalogue, Row
 from kvatlas.dataplane.tiers.disk_commits import Commits
 from kvatlas.dataplane.tiers.disk_files import Files
 from kvatlas.dataplane.tiers.disk_room import Room
-from kvatlas.dataplane.tiers.runs import Counts
-from kvatlas.dataplane.tiers.work import Batch, Why, Workers, check, let_go, unfit
+from kvatlas.dataplane.tiers.work import Batch, Why, Workers, check, unfit
 from kvatlas.errors import ConfigError, StoreError
 
 _MASK = GRAIN_BYTES - 1

@@ -6,9 +6,9 @@ import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 
+from kvatlas.dataplane.tiers.base import Counts
 from kvatlas.dataplane.tiers.disk_catalogue import Catalogue, Row
 from kvatlas.dataplane.tiers.disk_files import Files
-from kvatlas.dataplane.tiers.runs import Counts
 
 
 class _Change:

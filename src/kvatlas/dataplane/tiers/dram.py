@@ -16,9 +16,8 @@ import xxhash
 
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.arena import Arena, Slot, Slots
-from kvatlas.dataplane.tiers.base import Entry, Finish, Piece, checksum_of
-from kvatlas.dataplane.tiers.runs import Counts
-from kvatlas.dataplane.tiers.work import Why, check, let_go, report, unfit
+from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Piece, checksum_of, let_go
+from kvatlas.dataplane.tiers.work import Why, check, report, unfit
 from kvatlas.errors import StoreError
 
 _Act = Callable[[Piece], Why | None]

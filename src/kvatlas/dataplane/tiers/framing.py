@@ -11,7 +11,7 @@ import enum
 
 from kvatlas.dataplane import records
 from kvatlas.dataplane.records import Label
-from kvatlas.dataplane.tiers.base import NAME_BYTES_MAX, Entry, Piece, checksum_of
+from kvatlas.dataplane.tiers.base import Entry, Piece, checksum_of, well_formed
 from kvatlas.errors import StoreError
 
 HEADER_BYTES = 512
@@ -19,14 +19,9 @@ LABEL_BYTES_MAX = 400  # name, tenant and fingerprint together
 
 
 def fit(piece: Piece, *, into: bool = False) -> bool:
-    """Whether a store beyond the node takes it: bytes in a row, at least one, and a label that
-    has room; ``into``: that can be written to as well."""
-    view = piece.view
-    if into and view.readonly:
-        return False
-    row = view.ndim == 1 and view.itemsize == 1 and view.c_contiguous and view.nbytes > 0
+    """Whether a store beyond the node takes it: well formed, and its label has room."""
     label_bytes = len(piece.name) + len(piece.tenant.encode()) + len(piece.fingerprint)
-    return row and 0 < len(piece.name) <= NAME_BYTES_MAX and label_bytes <= LABEL_BYTES_MAX
+    return well_formed(piece, into=into) and label_bytes <= LABEL_BYTES_MAX
 
 
 def pack(piece: Piece) -> bytes | None:

@@ -30,10 +30,9 @@ import msgspec
 
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.tiers import framing
-from kvatlas.dataplane.tiers.base import Entry, Finish, Piece
+from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Piece, let_go
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
-from kvatlas.dataplane.tiers.runs import Counts
-from kvatlas.dataplane.tiers.work import Batch, Task, Why, Workers, let_go
+from kvatlas.dataplane.tiers.work import Batch, Task, Why, Workers
 from kvatlas.errors import ConfigError, StoreError
 
 GROUP = 32  # pieces in one call: a large batch costs a third of the same in several threads

@@ -29,10 +29,10 @@ import xxhash
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.records import Label
 from kvatlas.dataplane.tiers import framing
-from kvatlas.dataplane.tiers.base import Entry, Finish, Piece, checksum_of
+from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Piece, checksum_of
 from kvatlas.dataplane.tiers.dram import DramStore
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
-from kvatlas.dataplane.tiers.runs import Counts, Outcome, Refused, Runs
+from kvatlas.dataplane.tiers.runs import Outcome, Refused, Runs
 from kvatlas.dataplane.tiers.sockets import Address, Stream
 from kvatlas.errors import ConfigError, StoreError
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from kvatlas.dataplane.tiers import framing
-from kvatlas.dataplane.tiers.base import Finish, Piece, Report
+from kvatlas.dataplane.tiers.base import Counts, Finish, Piece, Report, let_go
 from kvatlas.errors import ConfigError
 
 RUN_BYTES = 8 << 20
@@ -71,23 +70,6 @@ class Link(Protocol):
 
 L = TypeVar("L", bound=Link)
 Work = Callable[[L, Outcome], None]
-
-
-class Counts:
-    """Counters that several threads raise: operations, bytes, and failures by reason."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._values: Counter[str] = Counter()
-
-    def add(self, name: str, amount: int = 1) -> None:
-        with self._lock:
-            self._values[name] += amount
-
-    def all(self) -> dict[str, int]:
-        """A copy."""
-        with self._lock:
-            return dict(self._values)
 
 
 class _Joint:
@@ -281,10 +263,9 @@ class Runs(Generic[L]):
         self.counts.add("missing", len(outcome.failed))
         self.counts.add("damaged", len(outcome.damaged))
         self.counts.add("open", len(outcome.open))
+        for piece in outcome.pieces:
+            let_go(piece, self.counts)
         try:
-            for piece in outcome.pieces:
-                if piece.released is not None:
-                    piece.released()
             joint.ended(outcome, error)
         except Exception:  # the caller's; the thread goes on, the counter tells
             self.counts.add("done_raised")

@@ -15,9 +15,8 @@ import msgspec
 
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.tiers import framing
-from kvatlas.dataplane.tiers.base import Entry, Finish, Piece
+from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Piece
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
-from kvatlas.dataplane.tiers.runs import Counts
 from kvatlas.dataplane.tiers.work import Batch, Why, Workers
 from kvatlas.errors import ConfigError, StoreError
 

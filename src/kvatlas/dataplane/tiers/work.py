@@ -13,8 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from kvatlas.dataplane.tiers.base import NAME_BYTES_MAX, Finish, Piece, Report
-from kvatlas.dataplane.tiers.runs import Counts
+from kvatlas.dataplane.tiers.base import Counts, Finish, Piece, Report, let_go, well_formed
 from kvatlas.errors import StoreError
 
 
@@ -110,25 +109,10 @@ def report(ends: Iterable[tuple[bytes, Why | None]]) -> Report:
     )
 
 
-def let_go(piece: Piece, counts: Counts) -> None:
-    """Nothing of ours touches its view any more."""
-    if piece.released is None:
-        return
-    try:
-        piece.released()
-    except Exception:  # as with ``done``
-        counts.add("released_failed")
-
-
 def check(piece: Piece, *, filled: bool = False) -> None:
     """Raises StoreError for what cannot be stored, or (``filled``) not be read into."""
-    view = piece.view
-    if not 0 < len(piece.name) <= NAME_BYTES_MAX:
-        raise StoreError(f"a name of {len(piece.name)} bytes")
-    if view.ndim != 1 or view.itemsize != 1 or not view.c_contiguous or not view.nbytes:
-        raise StoreError("a view must be bytes in a row, at least one")
-    if filled and view.readonly:
-        raise StoreError("a view to read into must be writable")
+    if not well_formed(piece, into=filled):
+        raise StoreError(f"{piece.name[:32]!r}: its name or its view is none that a store takes")
 
 
 def unfit(piece: Piece, size_bytes: int, checksum: int, fingerprint: bytes) -> Why | None:
