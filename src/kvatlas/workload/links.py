@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-from kvatlas.errors import ConfigError
-
 
 class LinkProfile(msgspec.Struct, frozen=True):
     """One kind of link: nominal and reached bytes/s one way, seconds per transfer, and who says
@@ -48,11 +46,3 @@ LINKS: dict[str, LinkProfile] = {
         _link("TCP-100G", 12.5, 2.4, 100, "Mooncake Transfer Engine 0.3.13 over TCP: 2.0 to 2.9"),
     )
 }
-
-
-def link(name: str) -> LinkProfile:
-    """A profile by name. Raises ConfigError that lists the known names."""
-    found = LINKS.get(name)
-    if found is None:
-        raise ConfigError(f"unknown link {name!r}: use one of {', '.join(LINKS)}")
-    return found
