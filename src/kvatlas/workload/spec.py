@@ -10,7 +10,6 @@ from kvatlas.workload.device import Device
 from kvatlas.workload.shape import Shape, width_bytes
 
 BLOCKS_MAX = 1 << 26  # of one pool; each takes memory here too
-STEP_OVERHEAD_S = 0.001  # where neither device nor spec says (assumption)
 
 
 class EngineSpec(msgspec.Struct, frozen=True):

@@ -22,8 +22,9 @@ from functools import lru_cache
 from operator import add
 
 from kvatlas.core.layout import Layout
+from kvatlas.workload.device import STEP_S
 from kvatlas.workload.shape import width_bytes
-from kvatlas.workload.spec import STEP_OVERHEAD_S, EngineSpec
+from kvatlas.workload.spec import EngineSpec
 
 _Lines = tuple[float, float, float, float]
 _EXCHANGES_PER_LAYER = 2  # after attention and after the feed-forward part
@@ -42,7 +43,7 @@ class StepTime:
         self._prefill_rate = spec.prefill_tokens_per_s
         self._decode_step_s = spec.decode_step_s or 0.0
         own = spec.step_overhead_s
-        self._step_s = STEP_OVERHEAD_S if own is None else own
+        self._step_s = STEP_S if own is None else own
         self._token_s = self._request_s = 0.0
         self._alone = array("d")
         if self._prefill_rate is None:
