@@ -264,9 +264,7 @@ class Engine:
             return
         if request.aborted:
             del self._apart[event.id]
-            self._scheduler.drop(request)
-            if self._model is not None:
-                self._model.release(event.id)
+            self._end(request)
         else:
             request.loaded = max(0, min(event.tokens, request.load_end))
             request.holding.unfilled.update([(ref.group, ref.index) for ref in event.unfilled])
@@ -275,9 +273,7 @@ class Engine:
         request = self._apart.get(id)
         if request is not None and not request.aborted:
             del self._apart[id]
-            self._scheduler.drop(request)
-            if self._model is not None:
-                self._model.release(id)
+            self._end(request)
 
     def _hold(self, refs: tuple[BlockRef, ...]) -> tuple[BlockRef, ...]:
         blocks, held = self.pool.blocks, []
@@ -424,11 +420,15 @@ class Engine:
             refs = self.pool.refs(holding, holding.prompt)
             effects.append(HandOff(id, holding.prompt, refs))
         else:
-            self._scheduler.drop(request)
-            if self._model is not None:
-                self._model.release(id)
+            self._end(request)
         self._scheduler.retry()
         return True
+
+    def _end(self, request: Request) -> None:
+        """Nothing of the request is under way any more: free its blocks and its state."""
+        self._scheduler.drop(request)
+        if self._model is not None:
+            self._model.release(request.arrive.id)
 
     def _compute(self, work: Work) -> None:
         assert self._model is not None
