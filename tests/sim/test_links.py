@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,8 +31,10 @@ class Bench:
         self.ended[name] = (self.timeline.now, arrived)
 
     def run(self) -> dict[str, float]:
+        steps = 0
         while self.timeline.step():
-            assert self.timeline.calls < 100_000
+            steps += 1
+            assert steps < 100_000
         assert not self.fabric.flows
         return {name: at for name, (at, _) in self.ended.items()}
 
@@ -113,13 +113,10 @@ def test_nothing_and_nowhere_take_no_time() -> None:
         bench.fabric.start(["b"], 1.0, lambda ok: None)
 
 
-def test_an_estimate_is_what_it_takes_while_nobody_comes_or_goes() -> None:
+def test_the_narrowest_link_and_the_latency_of_all_decide() -> None:
     bench = Bench(a=LinkSpec(100.0, 0.5, background_share=0.5), b=LinkSpec(200.0))
-    assert bench.fabric.estimate_s(["a", "b"], 100.0) == pytest.approx(2.5)
     bench.flow("x", 100.0, "a", "b")
     assert bench.run()["x"] == pytest.approx(2.5)
-    bench.fabric.set_speed("a", 0.0)
-    assert bench.fabric.estimate_s(["a"], 1.0) == math.inf
 
 
 def test_every_profile_has_a_positive_rate() -> None:

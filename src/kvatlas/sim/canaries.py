@@ -168,10 +168,3 @@ REGISTRY: dict[str, Canary] = {
     "bounds": limits_do_not_count,
     "crash": a_clear_is_too_much,
 }
-
-
-@contextlib.contextmanager
-def planted(name: str) -> Iterator[None]:
-    """Plant the bug ``name`` of the registry; "" plants none."""
-    with REGISTRY[name]() if name else contextlib.nullcontext():
-        yield

@@ -224,7 +224,7 @@ class Checkers:
         life, batch = known
         self.note(f"{publisher}: batch {batch.seq} of life {life.number} is applied")
         if run.life is None:
-            run.life, run.first = life, batch.seq
+            run.life = life
         elif life is not run.life:
             self.report(
                 "resurrected",

@@ -260,5 +260,5 @@ class Run:
 
     def __init__(self) -> None:
         self.life: Life | None = None
-        self.first = self.last = -1
+        self.last = -1
         self.held = Held()

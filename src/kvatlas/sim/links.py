@@ -93,7 +93,7 @@ class Flow:
     """Bytes on their way. ``done(True)`` when the last one is there, ``done(False)`` when it was
     broken off."""
 
-    __slots__ = ("_done", "_fabric", "left_bytes", "path", "rate", "size_bytes", "started_at")
+    __slots__ = ("_done", "_fabric", "left_bytes", "path", "rate")
 
     def __init__(
         self,
@@ -105,9 +105,8 @@ class Flow:
         self._fabric = fabric
         self._done: Callable[[bool], None] | None = done
         self.path = path
-        self.size_bytes = self.left_bytes = size_bytes
+        self.left_bytes = size_bytes
         self.rate = 0.0
-        self.started_at = fabric.timeline.now
 
     def end(self, arrived: bool) -> None:
         """Tell how it ended, once."""
@@ -161,22 +160,6 @@ class Fabric:
         self._advance()
         self.links[name].speed = max(speed, 0.0)
         self._share()
-
-    def estimate_s(self, path: Sequence[str], size_bytes: float) -> float:
-        """How long a flow of this size would take if nobody came or went: its fair share of the
-        narrowest link."""
-        links = [self.links[name] for name in path]
-        latency_s = sum(link.spec.latency_s for link in links)
-        if not links or not size_bytes:
-            return latency_s
-        share = min(
-            link.spec.bytes_per_s
-            * (1.0 - link.spec.background_share)
-            * link.speed
-            / (link.flows + 1)
-            for link in links
-        )
-        return latency_s + (size_bytes / share if share > 0 else math.inf)
 
     def remove(self, flow: Flow) -> None:
         """Take a flow off its links; what moved was in vain."""

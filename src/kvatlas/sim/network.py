@@ -33,7 +33,6 @@ class Network:
         self._latency_s = latency_s
         self._receivers: dict[str, Receiver] = {}
         self._interposers: list[Interposer] = []
-        self.messages = 0
         self.undelivered = 0  # nobody listened under that name
         self.lost = 0  # an interposer took them
 
@@ -52,7 +51,6 @@ class Network:
 
     def send(self, source: str, destination: str, message: Message) -> None:
         """Put a message on its way."""
-        self.messages += 1
         if not self._interposers:
             self._timeline.post(self._latency_s, self._deliver, source, destination, message)
             return

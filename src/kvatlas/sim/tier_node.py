@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class SimNode:
-    """One node's agent process and its tiers. ``stop`` and ``start`` are those of the agent;
-    ``restart`` is that of the node, which loses its dram."""
+    """One node's agent process and its tiers. ``stop`` and ``start`` are those of the agent, which
+    takes the dram with it."""
 
     def __init__(self, tiers: Tiers, name: str, engines: Sequence[str], link: LinkSpec) -> None:
         self.name = name
@@ -121,11 +121,6 @@ class SimNode:
         self._tiers.network.detach(self.publisher.worker)
         for side in self.sides.values():
             side.agent_gone()
-
-    def restart(self) -> None:
-        """Die and come back."""
-        self.stop()
-        self.start()
 
     def lose(self, tier: Tier) -> None:
         """A fault: a tier is empty, and the agent is told."""

@@ -39,7 +39,6 @@ class Timeline:
         self._heap: list[tuple[float, int, Timer | _Call]] = []
         self._asked = 0
         self._dead = 0
-        self.calls = 0
 
     def at(self, when: float, call: Callable[..., None], *args: Any) -> Timer:
         """Call ``call(*args)`` at ``when``; what lies in the past is due now."""
@@ -71,7 +70,6 @@ class Timeline:
                 call, args = due.call, due.args
                 due.call = None
             self.now = when
-            self.calls += 1
             call(*args)
             return True
         return False
