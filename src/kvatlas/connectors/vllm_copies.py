@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
@@ -16,6 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvatlas.connectors.agent_client import Channel
 from kvatlas.connectors.vllm_probe import Place, layers_of
 from kvatlas.dataplane.arena import Arena
+from kvatlas.dataplane.records import checksum_bytes
+from kvatlas.dataplane.tiers.base import checksum_of
 from kvatlas.errors import EngineError, StoreError
 from kvatlas.service import agent_wire as wire
 
@@ -160,5 +161,5 @@ class Copier:
                 target[at : at + size].view(source.dtype).view(source.shape).copy_(source)
                 at += size
         target[at:].zero_()  # padding
-        checksum = xxhash.xxh3_128_intdigest(view) or 1
-        return checksum.to_bytes(16, "big") if arena.current(slot) else b""
+        checksum = checksum_bytes(checksum_of(view))
+        return checksum if arena.current(slot) else b""

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from vllm import __version__
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -49,9 +50,9 @@ _SOURCES = {"dram": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peer": Ca
 class Tracked:
     """A request between its first look at the cache and its end."""
 
+    request: Any  # the engine's own, which has the tokens that it gets
     tokens: array[int] = field(default_factory=lambda: array("I"))
     ids: list[list[int]] = field(default_factory=list)
-    prompt_tokens: int = 0
     resumed: int = 0
     told: int = 0  # grid positions up to which the agent knows of it
     given_up: bool = False
@@ -75,7 +76,6 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.counts: Counter[str] = Counter()
         self._copies = Copies()
         self._tracked: dict[str, Tracked] = {}
-        self._requests: dict[str, Any] = {}
         self._client: AgentClient | None = None
         if role.name == "SCHEDULER":
             self._start(vllm_config, settings)
@@ -87,7 +87,7 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if welcome is None:
             raise EngineError(f"no agent answers at {self._path}: start `kvatlas agent` first")
         self._client = client
-        self._described = [_described(part) for part in welcome.parts]
+        self._described = [msgspec.structs.asdict(part) for part in welcome.parts]
         self._grid = welcome.grid_tokens
         try:
             layers_of(self._described, self._groups)
@@ -111,7 +111,7 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         id = request.request_id
         tracked = self._tracked.get(id)
         if tracked is None:
-            tracked = self._tracked[id] = Tracked(prompt_tokens=request.num_prompt_tokens)
+            tracked = self._tracked[id] = Tracked(request)
             tracked.given_up = _odd(request)
             if tracked.given_up:
                 self.counts["requests_left_alone"] += 1
@@ -124,7 +124,6 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not tracked.asked:
             tracked.asked = True
             tracked.tokens = array("I", request.all_token_ids)
-            tracked.told = 0
             salt, adapter = _names(request)
             asked = self._agent.want(
                 id,
@@ -232,10 +231,10 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for ids, added in zip(tracked.ids, more or (), strict=False):
                 ids.extend(added)
             self._fill(id, tracked, cached.num_computed_tokens[i], scheduled, copies)
-        welcome = self._agent.welcome
-        if welcome is not None and (copies.load or copies.save):
-            copies.arena = welcome.arena
-        copies.parts = self._described
+        if copies.load or copies.save:
+            copies.parts = self._described
+            welcome = self._agent.welcome
+            copies.arena = welcome.arena if welcome is not None else ""
         return copies
 
     def _fill(
@@ -244,7 +243,8 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Tell the agent of grid positions that this step reaches, and take its orders."""
         if tracked.given_up or not tracked.ids:
             return
-        self._known(id, tracked)
+        known = tracked.request.all_token_ids
+        tracked.tokens.extend(known[len(tracked.tokens) :])
         end = min(start + scheduled[id], len(tracked.tokens)) // self._grid
         if end <= tracked.told:
             return
@@ -254,8 +254,9 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for position in range(max(1, first), end + 1)
             if self._blocks(Which.POINT, position - 1, tracked.ids) is not None
         ]
+        prompt_tokens = tracked.request.num_prompt_tokens
         orders = self._agent.filled(
-            wire.Filled(id, 0, b"", end, tuple(points), tracked.resumed, tracked.prompt_tokens),
+            wire.Filled(id, 0, b"", end, tuple(points), tracked.resumed, prompt_tokens),
             memoryview(tracked.tokens).cast("B"),
         )
         tracked.told = end
@@ -266,15 +267,6 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 if found is not None and (piece.index + 1) <= end:
                     pieces.append(Copy(piece, found))
             copies.save[order.op] = pieces
-
-    def _known(self, id: str, tracked: Tracked) -> None:
-        request = self._requests.get(id)
-        if request is not None and len(tracked.tokens) < len(request.all_token_ids):
-            tracked.tokens.extend(request.all_token_ids[len(tracked.tokens) :])
-
-    def on_new_request(self, request: Any) -> None:
-        """Remembers it, for the tokens that it will have."""
-        self._requests[request.request_id] = request
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the worker's side has done goes to the agent."""
@@ -291,7 +283,6 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Its copies were made in its steps: nothing has to wait for them."""
         self._tracked.pop(request.request_id, None)
-        self._requests.pop(request.request_id, None)
         self._agent.end(request.request_id)
         return False, None
 
@@ -367,11 +358,6 @@ def _hello(vllm_config: Any, settings: dict[str, Any]) -> wire.Hello:
         cache.prefix_caching_hash_algo,
         settings.get("name", f"{socket.gethostname()}-{os.getpid()}"),
     )
-
-
-def _described(part: wire.PartInfo) -> dict[str, Any]:
-    """As `vllm_probe` recognises it."""
-    return {field: getattr(part, field) for field in part.__struct_fields__}
 
 
 def _odd(request: Any) -> bool:

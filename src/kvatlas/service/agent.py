@@ -22,12 +22,12 @@ from kvatlas.core.agent import Agent
 from kvatlas.core.compat import Member, why_not
 from kvatlas.core.families import layout_from_config
 from kvatlas.core.keys import PUBLIC, Fingerprint, Keyring, Scope
-from kvatlas.core.layout import Layout
 from kvatlas.core.ledger import Ledger
 from kvatlas.core.ledger_values import Limits
 from kvatlas.core.policy.registry import make_policy
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.arena import Arena
+from kvatlas.dataplane.records import checksum_int
 from kvatlas.dataplane.tiers.disk import DiskStore
 from kvatlas.dataplane.tiers.dram import DramStore
 from kvatlas.errors import ConfigError, EngineError, LayoutError
@@ -245,7 +245,7 @@ class NodeAgent:
             case wire.Filled():
                 peer.send(self._filled(peer, message))
             case wire.Saved(op, sums):
-                read = {name: int.from_bytes(checksum, "big") for name, checksum in sums}
+                read = {name: checksum_int(checksum) for name, checksum in sums}
                 self.driver.saved(peer.name, op, read)
             case wire.Cancel(request):
                 self.driver.tell(words.Cancel(peer.name, request))
@@ -278,7 +278,7 @@ class NodeAgent:
         layout, digest = member.layout, member.fingerprint.digest()
         self.driver.loads.engines[peer.name] = Engine(digest, layout.grid_tokens)
         self.driver.tell(words.Attach(peer.name, layout, digest))
-        welcome = wire.Welcome(self._life(), layout.grid_tokens, tuple(parts(layout)))
+        welcome = wire.Welcome(self._life(), layout.grid_tokens, wire.parts_of(layout))
         self._welcome(peer, welcome)
 
     def _welcome(self, peer: Peer, welcome: wire.Welcome) -> None:
@@ -364,24 +364,6 @@ class NodeAgent:
             "busy": core.busy,
             "staged": driver.loads.held,
         }
-
-
-def parts(layout: Layout) -> list[wire.PartInfo]:
-    """The components by which an engine recognises its groups: kind, window, block and page."""
-    groups = {g.name: g for g in layout.groups}
-    return [
-        wire.PartInfo(
-            c.name,
-            groups[c.group].kind,
-            groups[c.group].window_tokens,
-            c.block_tokens,
-            c.stored_block_bytes // c.layers,
-            c.window_blocks(),
-            c.window_blocks(minimal=True),
-        )
-        for c in layout.components
-        if c.group in groups
-    ]
 
 
 def _member(hello: wire.Hello) -> Member:

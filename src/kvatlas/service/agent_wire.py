@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from kvatlas.core.layout import Layout
 from kvatlas.dataplane.arena import Slot
 from kvatlas.errors import EngineError
 
@@ -33,6 +34,24 @@ class PartInfo(msgspec.Struct, frozen=True, array_like=True):
     page_bytes: int
     blocks: int | None
     least_blocks: int | None
+
+
+def parts_of(layout: Layout) -> tuple[PartInfo, ...]:
+    """All components that lie in blocks of a group."""
+    groups = {g.name: g for g in layout.groups}
+    return tuple(
+        PartInfo(
+            c.name,
+            groups[c.group].kind,
+            groups[c.group].window_tokens,
+            c.block_tokens,
+            c.stored_block_bytes // c.layers,
+            c.window_blocks(),
+            c.window_blocks(minimal=True),
+        )
+        for c in layout.components
+        if c.group in groups
+    )
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -146,7 +165,6 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
     arena: str
     grid_tokens: int = 0
     parts: tuple[PartInfo, ...] = ()
-    minimal: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):

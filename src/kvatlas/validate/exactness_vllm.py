@@ -18,6 +18,7 @@ from kvatlas.connectors import vllm_greedy
 from kvatlas.core.families import mla
 from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError
+from kvatlas.service import agent_wire as wire
 from kvatlas.validate.answering import Child, today
 from kvatlas.validate.exactness import (
     DECODE_TOKENS,
@@ -231,16 +232,4 @@ def _job(
 
 def parts(layout: Layout) -> list[dict[str, Any]]:
     """The components as `vllm_probe` recognises them: by kind, window, block and page."""
-    groups = {g.name: g for g in layout.groups}
-    return [
-        {
-            "name": c.name,
-            "kind": groups[c.group].kind,
-            "window_tokens": groups[c.group].window_tokens,
-            "block_tokens": c.block_tokens,
-            "page_bytes": c.stored_block_bytes // c.layers,
-            "blocks": c.window_blocks(),
-            "least_blocks": c.window_blocks(minimal=True),
-        }
-        for c in layout.components
-    ]
+    return [msgspec.structs.asdict(part) for part in wire.parts_of(layout)]
