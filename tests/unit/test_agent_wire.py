@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 from array import array
 from pathlib import Path
 
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 from kvatlas.cli.main import main
 from kvatlas.core.keys import Keyring
 from kvatlas.errors import EngineError
+from kvatlas.service import agent
 from kvatlas.service import agent_wire as wire
-from kvatlas.service.agent import Prompt
+from kvatlas.service.agent import Peer, Prompt
 
 RING = Keyring(b"s" * 32)
 ROOT = RING.root(b"f" * 32)
@@ -82,3 +85,23 @@ def test_what_cannot_be_is_said_in_one_line(
     assert words in told
     assert told.count("\n") == 1
     assert not os.listdir(tmp_path)
+
+
+async def test_who_does_not_read_loses_its_connection_and_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever waits for its next message must wake, or what it holds is held for ever."""
+    monkeypatch.setattr(agent, "BACKLOG_BYTES_MAX", 100)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        peer = Peer(ours)
+        waiting = asyncio.get_running_loop().create_task(
+            asyncio.get_running_loop().sock_recv(ours, 1)
+        )
+        await asyncio.sleep(0)
+        peer.send(wire.Status(b"x" * 50))
+        assert not peer.slow
+        peer.send(wire.Status(b"x" * 50))
+        assert peer.slow
+        assert await asyncio.wait_for(waiting, 5) == b""

@@ -90,6 +90,7 @@ class Peer:
         self.name = ""  # of the engine, once it has said hello
         self.member: Member | None = None
         self.bye = False
+        self.slow = False
         self.prompts: OrderedDict[str, Prompt] = OrderedDict()
         self._out: deque[bytes] = deque()
         self._backlog = 0
@@ -100,7 +101,9 @@ class Peer:
         data = wire.frame(message)
         self._backlog += len(data)
         if self._backlog > BACKLOG_BYTES_MAX:
-            self.sock.close()
+            self.slow = True
+            with contextlib.suppress(OSError):  # it has ended
+                self.sock.shutdown(socket.SHUT_RDWR)  # closed, it would wake nobody
             return
         self._out.append(data)
         self._more.set()
@@ -217,6 +220,8 @@ class NodeAgent:
         except OSError:
             pass
         finally:
+            if peer.slow:
+                self.counts["connections_slow"] += 1
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
             alive = _process_of(peer.sock) if peer.name and not peer.bye else None
