@@ -72,6 +72,7 @@ def test_an_engine_that_is_killed_in_mid_copy_leaves_nothing(agent: AgentProcess
             child.kill()
     status = agent.idle()
     assert status["tiers"]["dram"]["held_bytes"] == 0
+    assert status["tiers"]["disk"]["quarantined_bytes"] == 0
     assert status["counts"]["save_given_up"] == 1
     with FakeEngine(agent.socket) as other:
         assert other.save("r", tokens_of(1, 200)) == 200 // GRID

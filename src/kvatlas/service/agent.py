@@ -353,12 +353,15 @@ class NodeAgent:
         for tier, store in ((Tier.DRAM, self._dram), (Tier.DISK, self._disk)):
             if store is not None:
                 usage = core.ledger(tier).usage()
-                tiers[tier.name.lower()] = {
+                shown: dict[str, object] = {
                     "transport": store.transport,
                     "capacity_bytes": core.ledger(tier).limits.capacity_bytes,
                     "held_bytes": usage.committed_bytes,
                     "counts": dict(sorted(store.counts.all().items())),
                 }
+                if isinstance(store, DiskStore):
+                    shown["quarantined_bytes"] = store.quarantined_bytes
+                tiers[tier.name.lower()] = shown
         return {
             "arena": self._life(),
             "engines": {name: list(p.member.names) for name, p in self._peers.items() if p.member},
