@@ -256,14 +256,9 @@ class Driver:
 
         def done(report: Report) -> None:
             bad = (*failed, *report.failed)
-            self._from_thread(self._copied, copy.op, bad, report.damaged, report.error)
+            self._from_thread(self._done, copy.op, bad, report.damaged, report.error)
 
         self._to_disk(pieces, done)
-
-    def _copied(
-        self, op: int, failed: Iterable[bytes], damaged: Iterable[bytes], error: str
-    ) -> None:
-        self._done(op, failed, damaged, error)
 
     def _up(self, copy: words.Copy) -> None:
         assert self.disk is not None
@@ -338,7 +333,7 @@ class Driver:
 
         def done(report: Report) -> None:
             bad = [name_of(n[:-1], Part.POINT) for n in (*report.failed, *report.damaged)]
-            self._from_thread(self._copied, seal.op, (*failed, *bad), (), report.error)
+            self._from_thread(self._done, seal.op, (*failed, *bad), (), report.error)
 
         self._to_disk(pieces, done)
 

@@ -89,8 +89,8 @@ class Loads:
         self._sums = ThreadPoolExecutor(threads, "agent-sums")
         self._stagings: dict[int, Staging] = {}
         self._over: dict[tuple[str, str], Staging] = {}  # done, and `Ready` is about to come
-        self._held: dict[tuple[str, str], list[Here]] = {}
-        self._tiers: dict[tuple[str, str], dict[str, int]] = {}
+        # What engines may read, and how many tokens it is from each tier.
+        self._held: dict[tuple[str, str], tuple[Sequence[Here], Counter[str]]] = {}
         self._number = 0
 
     def begin(self, load: words.Load) -> None:
@@ -209,20 +209,18 @@ class Loads:
             fits = here.unit.name not in bad and end <= tokens
             (mine if fits else rest).append(here)
         self.let_go(rest)
-        self._held[name] = mine
         tiers: Counter[str] = Counter()
         for here in mine:
             if here.unit.part is Part.BODY:
                 tiers[here.tier.name.lower()] += grid
-        self._tiers[name] = dict(tiers)
+        self._held[name] = mine, tiers
         pieces = tuple(wire.Piece(h.unit.name, h.unit.part, h.unit.index, h.slot) for h in mine)
         self._ready(worker, wire.Staged(request, tokens, pieces, tuple(tiers.items())))
 
     def release(self, worker: str, request: str, *, used: bool) -> None:
         """What was staged for a request is read no more."""
-        name = worker, request
-        self.let_go(self._held.pop(name, ()))
-        tiers = self._tiers.pop(name, {})
+        pieces, tiers = self._held.pop((worker, request), ((), Counter()))
+        self.let_go(pieces)
         for tier, tokens in tiers.items():
             self.loaded[tier if used else f"{tier}_unused"] += tokens
 
