@@ -41,7 +41,6 @@ examples:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "agent",
-        help="owns a node's memory and disk for KV state, and serves its engines",
         description="Keep KV state of this node's engines in shared memory and on disk. It "
         "outlives the engines; what is on disk outlives the agent.",
         epilog=_EPILOG,

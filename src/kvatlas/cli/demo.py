@@ -44,7 +44,6 @@ exit status: 0 shown (at scale only, where vLLM cannot be installed), 2 failed, 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "demo",
-        help="real engines on this CPU: round robin against kvatlas, side by side",
         description="The main job with nothing to configure: chats on several engines, first "
         "round robin, then routed by kvatlas.",
         epilog=_EPILOG,

@@ -29,7 +29,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds ``kvatlas devices`` and its options."""
     parser = subparsers.add_parser(
         "devices",
-        help="accelerators and links that the time model knows",
         description="Lists the hardware profiles: what data sheets say and what is reached of it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -27,7 +27,6 @@ _EPILOG = """\
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "directory",
-        help="what is cached where, asked from a running gateway",
         description="Ask a running gateway what its directory believes.",
     )
     inner = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

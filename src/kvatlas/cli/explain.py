@@ -18,7 +18,6 @@ _EPILOG = """\
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "explain",
-        help="every candidate of one routed request with its price, and why it lost",
         description="Ask a running gateway why one request was routed as it was.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

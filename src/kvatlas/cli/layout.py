@@ -40,7 +40,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds ``kvatlas layout`` and its options."""
     parser = subparsers.add_parser(
         "layout",
-        help="what a model's KV state consists of, and what it weighs",
         description="Prints every part of a model's KV state in one engine: which blocks of it a "
         "resume position needs, what they weigh, and what recomputing costs instead.",
         epilog=_EPILOG,

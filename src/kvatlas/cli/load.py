@@ -37,7 +37,6 @@ exit status: 0 every request was answered, 1 some were not, 2 the input is at fa
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "load",
-        help="replay a trace against a URL: TTFT, TPOT, ITL, E2E, goodput, hit tokens",
         description="Open-loop replay of a request trace against an OpenAI-compatible URL.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -6,27 +6,30 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from kvatlas import __version__
 from kvatlas.errors import KvatlasError
 
-# Each module has `add_parser(subparsers)`, which sets ``run`` on its parser, and
-# `run(args) -> int`, the exit status. The order is that of ``kvatlas --help``.
-COMMANDS = (
-    "serve",
-    "agent",
-    "explain",
-    "stub_engine",
-    "load",
-    "trace",
-    "sim",
-    "layout",
-    "devices",
-    "directory",
-    "demo",
-    "validate",
-    "study",
-)
+# What ``kvatlas --help`` lists. Each command's module (``-`` is ``_`` in its name) has
+# `add_parser(subparsers)`, which sets ``run`` on its parser, and `run(args) -> int`, the exit
+# status.
+COMMANDS = {
+    "serve": "the gateway: one URL, every request to the engine that can resume most of it",
+    "agent": "owns a node's memory and disk for KV state, and serves its engines",
+    "explain": "every candidate of one routed request with its price, and why it lost",
+    "stub-engine": "engines without a model: OpenAI's interface, KV events, a real cache's "
+    "behaviour",
+    "load": "replay a trace against a URL: TTFT, TPOT, ITL, E2E, goodput, hit tokens",
+    "trace": "request traces: figures, generators, conversion, anonymising",
+    "sim": "play a trace on a simulated cluster: latencies, hits, loads, before it is bought",
+    "layout": "what a model's KV state consists of, and what it weighs",
+    "devices": "accelerators and links that the time model knows",
+    "directory": "what is cached where, asked from a running gateway",
+    "demo": "real engines on this CPU: round robin against kvatlas, side by side",
+    "validate": "compare what kvatlas says of a real engine with what that engine does",
+    "study": "measure on a trained model what a policy assumes of its KV",
+}
 
 EXIT_FAULT = 2
 EXIT_INTERRUPTED = 130
@@ -41,8 +44,24 @@ exit status: 0 done, 1 done but with failures, 2 the input is at fault, 130 inte
 """
 
 
+class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """Imports a command's module when that command is asked for: all of them take half a second."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        name: str = values[0]
+        del self.choices[name]  # what was only listed gives way to the parser with its options
+        importlib.import_module(f"kvatlas.cli.{name.replace('-', '_')}").add_parser(self)
+        super().__call__(parser, namespace, values, option_string)
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands, each with its own help."""
+    """The parser of all commands; each gets its options when it is chosen."""
     parser = argparse.ArgumentParser(
         prog="kvatlas",
         description="Scheduling and lifecycle for the KV cache of LLM serving clusters: every "
@@ -51,16 +70,18 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvatlas {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in COMMANDS:
-        importlib.import_module(f"kvatlas.cli.{name}").add_parser(subparsers)
+    subparsers = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, action=_Commands
+    )
+    for name, line in COMMANDS.items():
+        subparsers.add_parser(name, help=line)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     try:
-        args = build_parser().parse_args(argv)  # imports every command: the longest part of most
+        args = build_parser().parse_args(argv)  # imports the command's module
         status = int(args.run(args))
         sys.stdout.flush()
         return status

@@ -47,7 +47,6 @@ _OTHER_FILES = 1024  # event sockets, polls of the engines, logs
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "serve",
-        help="the gateway: one URL, every request to the engine that can resume most of it",
         description="Serve OpenAI's API in front of the engines that a kvatlas.toml names.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

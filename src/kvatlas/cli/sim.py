@@ -49,7 +49,6 @@ exit status: 0 every request was answered, 1 some were not, 2 the input is at fa
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "sim",
-        help="play a trace on a simulated cluster: latencies, hits, loads, before it is bought",
         description="Play a request trace on a simulated cluster, in virtual time.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -51,7 +51,6 @@ for tests, on every engine:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "stub-engine",
-        help="engines without a model: OpenAI's interface, KV events, a real cache's behaviour",
         description="Run engines without a model, many in one process.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

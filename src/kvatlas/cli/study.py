@@ -37,7 +37,6 @@ examples:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "study",
-        help="measure on a trained model what a policy assumes of its KV",
         description="Studies on a trained model.",
     )
     commands = parser.add_subparsers(title="studies", metavar="STUDY", required=True)

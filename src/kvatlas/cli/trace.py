@@ -20,7 +20,6 @@ formats, told apart by their first line: see the page "Traces" of the documentat
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "trace",
-        help="request traces: figures, generators, conversion, anonymising",
         description="Request traces: what they are like, new ones by seed, other forms of them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

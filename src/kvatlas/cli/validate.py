@@ -27,7 +27,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds ``kvatlas validate`` and its own sub-commands."""
     parser = subparsers.add_parser(
         "validate",
-        help="compare what kvatlas says of a real engine with what that engine does",
         description="Validation on real engines.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
