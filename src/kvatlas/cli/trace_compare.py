@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
-from kvatlas.cli.trace_hit_rate import add_cache_options, loaded, priced, scores_for, sizes
+from kvatlas.cli.output import print_json, status, table_console
+from kvatlas.cli.trace_hit_rate import (
+    TIERS,
+    add_cache_options,
+    cache_of,
+    loaded,
+    priced,
+    scores_for,
+    sizes,
+)
 from kvatlas.cli.trace_input import add_trace_options
 from kvatlas.core.layout import Layout
 from kvatlas.core.policy.attention import NOT_KNOWN, AttentionScores
 from kvatlas.core.policy.objective import Objective
-from kvatlas.core.policy.registry import make_policy
 from kvatlas.core.policy.speculative import Speculative
 from kvatlas.core.records import Tier
 from kvatlas.errors import ConfigError
-from kvatlas.sim.cache import Cache, Counts, Level, Work
+from kvatlas.sim.cache import Counts, Work
 from kvatlas.sim.cache import run as replay
 from kvatlas.sim.oracles import endless, optimal
 from kvatlas.workload.models import load_layout
@@ -110,7 +116,8 @@ def run(args: argparse.Namespace) -> int:
     caps = sizes(args.capacity, work, "blocks")
     if len(caps) > 3:
         raise ConfigError(f"--capacity {args.capacity}: hbm, dram and disk are three tiers at most")
-    layout, price = load_layout(args.model, engine=args.engine), priced(args)
+    layout = load_layout(args.model, engine=args.engine)
+    price = priced(layout, args)
     scores, objective = scores_for(args, work), _objective(args.weights)
     rows = []
     for policy, strategy, ahead in _ROWS:
@@ -118,15 +125,13 @@ def run(args: argparse.Namespace) -> int:
         if note:
             rows.append(Row(policy, strategy, note=note))
             continue
-        if sys.stderr.isatty():
-            print(f"\r{policy} {strategy} …\033[K", end="", file=sys.stderr, flush=True)
+        status(f"{policy} {strategy} …")
         rows.append(_row(work, caps, layout, (policy, strategy, ahead), objective, scores, price))
     rows += _oracles(work, sum(caps), price)
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    status()
     if args.json:
         told = {"trace": str(args.file), "model": args.model, "tiers": caps, "rows": rows}
-        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+        print_json(told)
     else:
         _show(args, work, caps, rows)
     return 0
@@ -158,19 +163,15 @@ def _row(  # noqa: PLR0917
     price: Callable[[int], float],
 ) -> Row:
     policy, strategy, ahead = what
-    tiers = (Tier.HBM, Tier.DRAM, Tier.DISK)
-    levels = [
-        Level(make_policy(policy, tier, scores=scores), cap)
-        for tier, cap in zip(tiers, caps, strict=False)
-    ]
-    cache = Cache(levels, block_tokens=work.block_tokens, seconds=price)
+    cache = cache_of(work, policy, caps, "blocks", scores=scores, price=price)
+    top = cache.levels[0]
     began = time.process_time()
     counts = replay(cache, work, ahead=Speculative() if ahead else None)
     spent_s = time.process_time() - began
     block_bytes = layout.page_bytes_per_token() * work.block_tokens
     load_s = sum(
         blocks * block_bytes / LOAD_BYTES_PER_S[tier]
-        for tier, blocks in zip(tiers, counts.tier_blocks, strict=False)
+        for tier, blocks in zip(TIERS, counts.tier_blocks, strict=False)
         if tier in LOAD_BYTES_PER_S
     )
     return Row(
@@ -185,7 +186,7 @@ def _row(  # noqa: PLR0917
         objective=objective.value(
             saved=counts.saved_s / counts.whole_s,
             moving=load_s / counts.whole_s,
-            hbm_used=levels[0].used / levels[0].capacity,
+            hbm_used=top.used / top.capacity,
         ),
         per_use_s=spent_s / counts.blocks,
     )
@@ -202,7 +203,7 @@ def _oracles(work: Work, capacity: int, price: Callable[[int], float]) -> list[R
 
 
 def _show(args: argparse.Namespace, work: Work, caps: tuple[int, ...], rows: list[Row]) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    console = table_console(_WIDTH)
     names = " + ".join(
         f"{tier} {cap:,}" for tier, cap in zip(("hbm", "dram", "disk"), caps, strict=False)
     )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
-from kvatlas.cli.trace_input import add_trace_options, opened, read_secret
-from kvatlas.errors import ConfigError
+from kvatlas.cli.trace_input import add_trace_options, first_of, opened, read_secret
 from kvatlas.workload.anonymise import anonymised, new_secret
-from kvatlas.workload.trace import Trace
+from kvatlas.workload.trace import Trace, TraceRequest
 from kvatlas.workload.trace_write import write
 
 _CONVERT = """\
@@ -60,20 +59,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.requests is not None and args.requests < 1:
-        raise ConfigError(f"--requests {args.requests}: at least 1 is needed")
     trace = opened(args)
-    _tell(trace, write(args.out, itertools.islice(trace, args.requests)), args.out)
-    return 0
+    return save(trace, first_of(trace, args), args.out)
 
 
 def run_anonymise(args: argparse.Namespace) -> int:
     """``kvatlas trace anonymise``."""
     secret = read_secret(args.key_file) if args.key_file else new_secret()
     trace = opened(args)
-    _tell(trace, write(args.out, anonymised(trace, secret, args.time_step_s)), args.out)
-    return 0
+    return save(trace, anonymised(trace, secret, args.time_step_s), args.out)
 
 
-def _tell(trace: Trace, count: int, out: Path) -> None:
+def save(trace: Trace, requests: Iterable[TraceRequest], out: Path) -> int:
+    """Write ``requests`` of ``trace`` to a new file and say so. Returns the exit status."""
+    count = write(out, requests)
     print(f"{count:,} requests, blocks of {trace.block_tokens} tokens → {out}")
+    return 0

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from pathlib import Path
 
 import msgspec
 
+from kvatlas.cli.trace_convert import save
 from kvatlas.errors import ConfigError
 from kvatlas.workload.families import Family, generate
 from kvatlas.workload.presets import FAMILIES, PRESETS
-from kvatlas.workload.trace_write import write
 
 _EPILOG = """\
 A preset follows the published statistics of a trace: what it aims at and what it reaches is in the
@@ -55,9 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("NAME and OUT are needed; --list tells the names")
     family = _changed(_named(args.name), args)
     trace = generate(family, args.seed, args.name)
-    count = write(args.out, itertools.chain(trace))
-    print(f"{count:,} requests, blocks of {trace.block_tokens} tokens → {args.out}")
-    return 0
+    return save(trace, trace, args.out)
 
 
 def _named(name: str) -> Family:

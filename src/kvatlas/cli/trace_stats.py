@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvatlas.cli.trace_input import add_trace_options, opened
-from kvatlas.errors import ConfigError, TraceError
+from kvatlas.cli.output import print_json
+from kvatlas.cli.trace_input import add_trace_options, first_of, opened
+from kvatlas.errors import TraceError
 from kvatlas.workload.published import PUBLISHED, compared
 from kvatlas.workload.trace import Trace
 from kvatlas.workload.trace_stats import Spread, TraceStats, stats
@@ -43,17 +43,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.requests is not None and args.requests < 1:
-        raise ConfigError(f"--requests {args.requests}: at least 1 is needed")
     trace = opened(args)
-    found = stats(trace, itertools.islice(trace, args.requests))
+    found = stats(trace, first_of(trace, args))
     if found is None:
         raise TraceError(f"{args.file}: no requests in it")
     if args.json:
         told = {"trace": trace.name, "format": trace.format, **msgspec.to_builtins(found)}
         if args.beside:
             told["beside"] = msgspec.to_builtins(compared(found, args.beside))
-        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+        print_json(told)
     else:
         _show(trace, found)
         if args.beside:
