@@ -21,7 +21,7 @@ from test_tiers import *  # noqa: F403  the tests themselves
 from test_tiers import CAPACITY_BYTES, Kit
 
 from kvatlas.core.records import Tier
-from kvatlas.dataplane.tiers.base import Entry, Finish, Piece, Store
+from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Life, Piece, Store
 from kvatlas.dataplane.tiers.peer import PeerStore
 
 
@@ -139,3 +139,12 @@ def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
     made: Kit = request.param(tmp_path)
     yield made
     made.close()
+
+
+def test_another_life_is_noticed_even_after_one_that_could_not_be_told() -> None:
+    counts, told = Counts(), list[str]()
+    life = Life(counts, told.append)
+    for said in (b"", b"one", b"one", b"", b"two", b"two"):
+        life.seen(said, f"now it is {said.decode()}")
+    assert told == ["now it is two"]
+    assert counts.all() == {"restarts": 1}

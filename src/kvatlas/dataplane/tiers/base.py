@@ -113,6 +113,27 @@ class Counts:
             return dict(self._values)
 
 
+class Life:
+    """Which life the other side is in: who began another may have lost all that it held."""
+
+    def __init__(self, counts: Counts, lost: Callable[[str], None] | None) -> None:
+        """``lost`` is told of every change, in words."""
+        self._counts = counts
+        self._lost = lost
+        self._last = b""
+
+    def seen(self, life: bytes, change: str) -> None:
+        """What it says now; b"": it could not tell. ``change``: what another one than the last
+        means."""
+        if not life:
+            return
+        before, self._last = self._last, life
+        if before and before != life:
+            self._counts.add("restarts")
+            if self._lost is not None:
+                self._lost(change)
+
+
 def let_go(piece: Piece, counts: Counts) -> None:
     """Nothing of ours touches its view any more."""
     if piece.released is None:

@@ -29,6 +29,7 @@ from kvatlas.dataplane.records import (
     pack,
     unpack,
 )
+from kvatlas.dataplane.tiers import framing
 from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Piece, checksum_of, let_go
 from kvatlas.dataplane.tiers.disk_catalogue import Catalogue, Row
 from kvatlas.dataplane.tiers.disk_commits import Commits
@@ -135,12 +136,12 @@ class DiskStore:
         with self._lock:
             labels = [held.label for held in self._held.values()]
         for label in labels:
-            yield _entry_of(label)
+            yield framing.entry(label)
 
     def entry(self, name: bytes) -> Entry | None:
         """What is said of one name."""
         held = self._held.get(name)
-        return None if held is None else _entry_of(held.label)
+        return None if held is None else framing.entry(held.label)
 
     def has(self, names: Sequence[bytes]) -> int:
         """How many of them are held, up to the first that is not."""
@@ -450,17 +451,6 @@ class DiskStore:
 
 def _room_of(stored_bytes: int, label_bytes: int) -> int:
     return whole(stored_bytes + label_bytes)
-
-
-def _entry_of(label: Label) -> Entry:
-    return Entry(
-        label.name,
-        label.size_bytes,
-        checksum_int(label.checksum),
-        label.index,
-        label.tenant,
-        label.fingerprint,
-    )
 
 
 def _held_of(row: Row, shared: dict[object, object]) -> Held | None:

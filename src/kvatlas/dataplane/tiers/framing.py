@@ -30,19 +30,14 @@ def pack(piece: Piece) -> bytes | None:
     if piece.checksum not in (0, checksum):
         return None
     piece.checksum = checksum
-    return header_of(piece)
-
-
-def header_of(piece: Piece) -> bytes:
-    """The same for bytes whose checksum is known and believed."""
-    found = Entry(
-        piece.name,
-        piece.view.nbytes,
-        piece.checksum,
-        piece.index,
-        piece.tenant,
-        piece.fingerprint,
+    size_bytes = piece.view.nbytes
+    return header_of(
+        Entry(piece.name, size_bytes, checksum, piece.index, piece.tenant, piece.fingerprint)
     )
+
+
+def header_of(found: Entry) -> bytes:
+    """The same for bytes whose checksum is known and believed."""
     return records.pack(labelled(found)).ljust(HEADER_BYTES, b"\0")
 
 

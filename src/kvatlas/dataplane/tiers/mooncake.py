@@ -30,7 +30,7 @@ import msgspec
 
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.tiers import framing
-from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Piece, let_go
+from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Life, Piece, let_go
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.dataplane.tiers.work import Batch, Task, Why, Workers
 from kvatlas.errors import ConfigError, StoreError
@@ -111,14 +111,13 @@ class MooncakeStore:
         self.settings = settings
         self.transport = settings.protocol
         self._counts = Counts()
-        self._lost = lost
+        self._life = Life(self._counts, lost)
         self._memory = [_Memory(view) for view in memory]
         self._local = threading.local()
         self._bounces: list[_Memory] = []
         self._lock = threading.Lock()
         self._client: Any = None
         self._why = ""
-        self._life = b""
         self._looked = 0.0
         self._closed = threading.Event()
         self._ready = threading.Event()
@@ -259,11 +258,7 @@ class MooncakeStore:
             if self._client.put(key, os.urandom(16)) != 0:
                 return  # it cannot be asked now
             found = bytes(self._client.get(key))
-        before, self._life = self._life, found
-        if before and found and before != found:
-            self._counts.add("restarts")
-            if self._lost is not None:
-                self._lost(f"the master at {self.settings.master} has lost its index")
+        self._life.seen(found, f"the master at {self.settings.master} has lost its index")
 
     def _size(self, key: str) -> int:
         return int(self._client.get_size(key))

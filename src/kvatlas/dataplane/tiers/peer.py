@@ -29,7 +29,7 @@ import xxhash
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.records import Label
 from kvatlas.dataplane.tiers import framing
-from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Piece, checksum_of
+from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Life, Piece, checksum_of
 from kvatlas.dataplane.tiers.dram import DramStore
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.dataplane.tiers.runs import Outcome, Refused, Runs
@@ -183,16 +183,10 @@ class PeerServer:
         arena = self._dram.arena
         try:
             view = arena.view(unit.slot)
-            label = Piece(
-                name,
-                view,
-                unit.checksum or checksum_of(view),
-                index=unit.index,
-                tenant=unit.tenant,
-                fingerprint=unit.fingerprint,
-            )
+            checksum = unit.checksum or checksum_of(view)
+            found = Entry(name, view.nbytes, checksum, unit.index, unit.tenant, unit.fingerprint)
             # sendmsg has copied all bytes when it returns: what is current then was sent whole.
-            link.send([last, framing.header_of(label), view])
+            link.send([last, framing.header_of(found), view])
             same = arena.current(unit.slot)
         finally:
             self._dram.unpin(unit.slot)
@@ -244,8 +238,6 @@ class PeerStore:
     def __init__(self, settings: Settings, lost: Callable[[str], None] | None = None) -> None:
         self.settings = settings
         self._address = Address(settings.host, settings.port)
-        self._lost = lost
-        self._life = b""
         self._runs = Runs[Stream](
             "peer",
             partial(Stream.connect, self._address),
@@ -255,6 +247,7 @@ class PeerStore:
             deadline_s=settings.deadline_s,
             run_bytes=RUN_BYTES,
         )
+        self._life = Life(self._runs.counts, lost)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -306,11 +299,7 @@ class PeerStore:
             link.fill(memoryview(bytearray(1)))
         except ConnectionError as error:
             raise Refused("denied", f"{self._address} does not let us in: the token?") from error
-        before, self._life = self._life, life
-        if before and before != life:
-            self._runs.counts.add("restarts")
-            if self._lost is not None:
-                self._lost(f"{self._address} began a new life")
+        self._life.seen(life, f"{self._address} began a new life")
 
     def _read(self, link: Stream, outcome: Outcome) -> None:
         _ask(link, Request([piece.name for piece in outcome.open]))

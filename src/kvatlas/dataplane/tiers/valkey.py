@@ -22,7 +22,7 @@ from kvatlas.core.records import Tier
 from kvatlas.dataplane.arena import Digest
 from kvatlas.dataplane.records import Label
 from kvatlas.dataplane.tiers import framing
-from kvatlas.dataplane.tiers.base import Entry, Finish, Piece
+from kvatlas.dataplane.tiers.base import Entry, Finish, Life, Piece
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.dataplane.tiers.runs import Outcome, Refused, Runs
 from kvatlas.dataplane.tiers.sockets import Address, Stream
@@ -149,8 +149,6 @@ class ValkeyStore:
         self.transport = "tcp" if settings.port else "unix"
         self._address = Address(settings.host, settings.port)
         self._prefix = settings.prefix.encode()
-        self._lost = lost
-        self._run_id = b""
         self._runs = Runs[Server](
             "valkey",
             partial(Server.connect, self._address),
@@ -159,6 +157,7 @@ class ValkeyStore:
             queue_max=settings.queue_max,
             deadline_s=settings.deadline_s,
         )
+        self._life = Life(self._runs.counts, lost)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -327,12 +326,7 @@ class ValkeyStore:
         said = dict(line.split(b":", 1) for line in info.split(_CRLF) if b":" in line)
         if b"cluster" in (said.get(b"redis_mode"), said.get(b"server_mode")):
             raise Refused("cluster", f"{self._address} is part of a cluster: not supported yet")
-        run_id = said.get(b"run_id", b"")
-        before, self._run_id = self._run_id, run_id
-        if before and before != run_id:
-            self._runs.counts.add("restarts")
-            if self._lost is not None:
-                self._lost(f"{self._address} is not the server that it was")
+        self._life.seen(said.get(b"run_id", b""), f"{self._address} is not the server that it was")
 
 
 def command(words: Sequence[bytes]) -> bytes:
