@@ -264,16 +264,6 @@ class Slots:
         """Given back, and still held by somebody."""
         return sum(whole(slot.size_bytes) for slot in self._leaving.values())
 
-    @property
-    def largest_bytes(self) -> int:
-        """Of the largest unit that there is room for."""
-        return self._extents.largest_bytes
-
-    @property
-    def scattered(self) -> float:
-        """Share of the free bytes outside the largest free piece."""
-        return self._extents.scattered
-
 
 def gather(target: memoryview, parts: Iterable[memoryview], digest: Digest | None = None) -> int:
     """Copy parts one after the other to ``target``; says how many bytes. ``digest`` takes them in

@@ -146,12 +146,6 @@ class DramStore:
         with self._lock:
             return self._slots.free_bytes
 
-    @property
-    def scattered(self) -> float:
-        """Share of the free bytes outside the largest free piece."""
-        with self._lock:
-            return self._slots.scattered
-
     # -- inside ---------------------------------------------------------------------------------
 
     def _each(self, kind: str, pieces: Sequence[Piece], act: _Act, done: Finish) -> None:

@@ -150,11 +150,6 @@ class Workers:
         for thread in (*self._threads, self._watch):
             thread.start()
 
-    @property
-    def busy(self) -> int:
-        """Pieces that wait or are worked on."""
-        return self._busy
-
     def run(self, kind: str, pieces: Sequence[Piece], task: Task, done: Finish) -> None:
         """Call ``task`` on every piece; it settles the piece. Refused as busy as a whole."""
         batch = Batch(kind, pieces, done, self.counts)
