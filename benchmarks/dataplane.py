@@ -44,6 +44,7 @@ ROUNDS = 15
 DISK_UNITS = 256
 DISK_ROUNDS = 7
 DEPTH = 8
+WAIT_S = 120.0
 FLOORS = {"dram, verified": 0.8, "dram, not verified": 0.9, "disk": 0.8}
 LOOKUP_BLOCKS = 400
 Rates = dict[str, list[float]]
@@ -74,8 +75,7 @@ def finished(act: Callable[..., None], pieces: list[Piece]) -> None:
     ended = threading.Event()
     reports: list[Report] = []
     act(pieces, lambda report: (reports.append(report), ended.set()))
-    ended.wait()
-    if reports != [Report()]:
+    if not ended.wait(WAIT_S) or reports != [Report()]:
         raise RuntimeError(f"not all arrived: {reports}")
 
 

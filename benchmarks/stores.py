@@ -18,7 +18,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +27,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.dataplane import finished
 from benchmarks.peers import ROOT
 from kvatlas.dataplane.arena import Arena
 from kvatlas.dataplane.tiers import mooncake, peer, valkey
-from kvatlas.dataplane.tiers.base import Piece, Report, Store
+from kvatlas.dataplane.tiers.base import Piece, Store
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES
 
 sys.path.insert(0, str(ROOT / "tests" / "engines"))
@@ -119,21 +119,8 @@ def _pieces(arena: Arena, size: int, half: int) -> list[Piece]:
     ]
 
 
-def _finish(start: Callable[..., None], pieces: list[Piece]) -> None:
-    over = threading.Event()
-    found: list[Report] = []
-
-    def done(report: Report) -> None:
-        found.append(report)
-        over.set()
-
-    start(pieces, done)
-    if not over.wait(120) or found[0] != Report():
-        raise SystemExit(f"the store failed: {found}")
-
-
 def _reads(store: Store, arena: Arena, size: int) -> _Act:
-    return lambda: _finish(store.read, _pieces(arena, size, 1))
+    return lambda: finished(store.read, _pieces(arena, size, 1))
 
 
 # -- valkey ---------------------------------------------------------------------------------------
@@ -191,7 +178,7 @@ def _valkey(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[s
         valkey.ValkeyStore(valkey.Settings(port=server.port, streams=n, deadline_s=60))
         for n in (2, 1)
     ]
-    _finish(stores[0].write, _pieces(arena, size, 0))
+    finished(stores[0].write, _pieces(arena, size, 0))
     plain_get, plain_set, library_get, library_set, end = _plain_valkey(arena, size, server.port)
 
     def ours_set() -> None:
@@ -199,7 +186,7 @@ def _valkey(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[s
         pieces = _pieces(arena, size, 0)
         for n, piece in enumerate(pieces):
             piece.name = b"set-%d" % n
-        _finish(stores[0].write, pieces)
+        finished(stores[0].write, pieces)
 
     read = {
         "kvatlas": _reads(stores[0], arena, size),
@@ -263,7 +250,7 @@ def _serve(size: int) -> None:
 
     with _arena() as source, _arena() as arena:
         dram = DramStore(arena)
-        _finish(dram.write, _pieces(source, size, 0))
+        finished(dram.write, _pieces(source, size, 0))
         server = peer.PeerServer(dram)
         listener = socket.create_server(("127.0.0.1", 0))
         print(server.address[1], listener.getsockname()[1], flush=True)
@@ -286,7 +273,7 @@ def _mooncake(
     rig = MooncakeRig(scratch, segment_bytes=512 << 20)
     settings = mooncake.Settings(master=f"127.0.0.1:{rig.port}", deadline_s=60)
     store = mooncake.MooncakeStore(settings, [arena._slots])
-    _finish(store.write, _pieces(arena, size, 0))
+    finished(store.write, _pieces(arena, size, 0))
     client = store._client
     base = ctypes.addressof(ctypes.c_char.from_buffer(arena._slots))
     keys = [f"alone-{n}" for n in range(COUNT)]
@@ -311,7 +298,7 @@ def _mooncake(
 
     def ours_put() -> None:
         store.delete([piece.name for piece in _pieces(arena, size, 0)])
-        _finish(store.write, _pieces(arena, size, 0))
+        finished(store.write, _pieces(arena, size, 0))
 
     try:
         yield {
@@ -339,7 +326,7 @@ def _s3(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[str, 
         return
     rig = S3Rig(scratch)
     store = rig.store(rig.port, 60.0)
-    _finish(store.write, _pieces(arena, size, 0))
+    finished(store.write, _pieces(arena, size, 0))
     api, bucket = store._api, store._bucket  # type: ignore[attr-defined]
     pool = ThreadPoolExecutor(4)
     keys = [store._key(b"unit-%d" % n) for n in range(COUNT)]  # type: ignore[attr-defined]
