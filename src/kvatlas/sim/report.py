@@ -16,7 +16,7 @@ import msgspec
 from kvatlas.core.events import Batch, BlockRemoved, BlockStored
 from kvatlas.core.records import Tier
 from kvatlas.core.router import Decision
-from kvatlas.report.latency import Report, Slo, Summary, summarise
+from kvatlas.report.latency import Report, Slo, Summary, Timing, summarise
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.flights import Inquiry, Outcome
 from kvatlas.sim.pairs import PairCounts
@@ -233,16 +233,12 @@ class Recorder:
         below: dict[Tier, int],
     ) -> None:
         e2e_s = outcome.ended_at - outcome.arrived_at
+        timing = Timing(outcome.ttft_s, e2e_s, outcome.output_tokens)
         self._ttft_s.append(outcome.ttft_s)
         self._e2e_s.append(e2e_s)
-        tpot_s = None
-        if outcome.output_tokens > 1:
-            tpot_s = (e2e_s - outcome.ttft_s) / (outcome.output_tokens - 1)
+        if (tpot_s := timing.tpot_s) is not None:
             self._tpot_s.append(tpot_s)
-        slo = self._slo
-        self._good += (slo.ttft_s is None or outcome.ttft_s <= slo.ttft_s) and (
-            slo.tpot_s is None or tpot_s is None or tpot_s <= slo.tpot_s
-        )
+        self._good += self._slo.met(timing)
         prompt, last = outcome.prompt_tokens, outcome.tried[-1]
         cached, loaded = admitted[last]
         counts = self._of(last)
