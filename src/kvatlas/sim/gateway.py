@@ -127,16 +127,9 @@ class Gateway:
     ) -> None:
         """Make an engine known, before it starts. Those with role "decode" are no candidates of
         the router: they go on with what one with role "prefill" began."""
-        name = publisher.worker
-        feed = Feed(
-            self._timeline,
-            self.dispatcher,
-            publisher,
-            lambda message: self._network.send(GATEWAY, name, message),
-            limits=self._feed_limits,
-        )
-        worker = self._workers[name] = _Worker(publisher, feed, role)
+        worker = _Worker(publisher, self._new_feed(publisher), role)
         worker.fingerprint = fingerprint
+        self._workers[publisher.worker] = worker
         if role != "decode":
             self._among = (*self._among, (publisher, ""))
         self.dispatcher.handle(Join(publisher, layout, fingerprint), self._timeline.now)
@@ -145,15 +138,17 @@ class Gateway:
         self, publisher: Publisher, engines: Sequence[Publisher], store: str = ""
     ) -> None:
         """Listen to the agent of a node, whose tiers carry its engines further."""
-        name = publisher.worker
-        self._agents[name] = Feed(
+        self._agents[publisher.worker] = self._new_feed(publisher)
+        self.dispatcher.handle(Settle(publisher, tuple(engines), store), self._timeline.now)
+
+    def _new_feed(self, publisher: Publisher) -> Feed:
+        return Feed(
             self._timeline,
             self.dispatcher,
             publisher,
-            lambda message: self._network.send(GATEWAY, name, message),
+            lambda message: self._network.send(GATEWAY, publisher.worker, message),
             limits=self._feed_limits,
         )
-        self.dispatcher.handle(Settle(publisher, tuple(engines), store), self._timeline.now)
 
     def start(self) -> None:
         """Begin to look after the engines."""
