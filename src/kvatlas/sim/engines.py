@@ -7,7 +7,7 @@ paused; each start is a new life with an empty cache and sequence numbers from 0
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from kvatlas.core.events import Batch, Event
@@ -112,8 +112,17 @@ class EventLog:
             self._bytes -= self._buffer.popleft()[1]
         return batch
 
-    def since(self, seq: int) -> list[Batch]:
-        return [batch for batch, _ in self._buffer if batch.seq >= seq]
+    @property
+    def history(self) -> list[Batch]:
+        """What it still has."""
+        return [batch for batch, _ in self._buffer]
+
+    def replay(self, ask: AskReplay) -> Iterator[Replayed]:
+        """The answer, message by message."""
+        for batch, _ in self._buffer:
+            if batch.seq >= ask.from_seq:
+                yield Replayed(ask.token, batch)
+        yield Replayed(ask.token, None)
 
 
 class SimEngine:
@@ -195,7 +204,7 @@ class SimEngine:
     @property
     def history(self) -> list[Batch]:
         """Batches of the present life that it would replay."""
-        return self._events.since(0)
+        return self._events.history
 
     @property
     def next_seq(self) -> int:
@@ -313,10 +322,9 @@ class SimEngine:
                     self._handle(Abort(id))
                 if self.outside is not None:
                     self.outside.forget(id)
-            case AskReplay(from_seq, token):
-                for batch in self._events.since(from_seq):
-                    self._send(Replayed(token, batch))
-                self._send(Replayed(token, None))
+            case AskReplay():
+                for answer in self._events.replay(message):
+                    self._send(answer)
             case Look(number):
                 requests = self._engine.running + self._engine.waiting
                 layout = self.layout if self.identity else None
@@ -381,13 +389,7 @@ class SimEngine:
         self._note_busy(due is not None)
         if due is not None:
             due = max(due + self._lag_s, self._timeline.now)
-        if self._timer is not None:
-            if due is not None and self._timer.at == due:
-                return
-            self._timer.cancel()
-            self._timer = None
-        if due is not None:
-            self._timer = self._timeline.at(due, self._pump)
+        self._timer = self._timeline.rearm(self._timer, due, self._pump)
 
     def _note_busy(self, busy: bool) -> None:
         if busy and self._busy_from is None:

@@ -92,13 +92,7 @@ class Feed:
 
     def _arm(self) -> None:
         due = self.sequencer.next_deadline()
-        if self._timer is not None:
-            if due == self._timer.at and self._timer.call is not None:
-                return
-            self._timer.cancel()
-            self._timer = None
-        if due is not None:
-            self._timer = self._timeline.at(due, self._tick)
+        self._timer = self._timeline.rearm(self._timer, due, self._tick)
 
     def _tick(self) -> None:
         self._timer = None

@@ -15,7 +15,7 @@ from kvatlas.core.records import Publisher, Tier
 from kvatlas.core.units import Part, Unit, name_of
 from kvatlas.sim.engines import GATEWAY, EventLog
 from kvatlas.sim.links import Flow, LinkSpec
-from kvatlas.sim.messages import AskReplay, Events, Message, Pulse, Replayed, Subscribed
+from kvatlas.sim.messages import AskReplay, Events, Message, Pulse, Subscribed
 from kvatlas.sim.tier_units import AgentUse, Kept
 from kvatlas.sim.timeline import Timer
 
@@ -100,7 +100,7 @@ class SimNode:
     @property
     def history(self) -> list[Batch]:
         """What the present agent announced, and would replay."""
-        return self._log.since(0)
+        return self._log.history
 
     @property
     def moving(self) -> int:
@@ -230,13 +230,7 @@ class SimNode:
 
     def _arm(self) -> None:
         due = self.agent.next_deadline()
-        if self._timer is not None:
-            if due == self._timer.at:
-                return
-            self._timer.cancel()
-            self._timer = None
-        if due is not None:
-            self._timer = self._tiers.timeline.at(due, self._tick)
+        self._timer = self._tiers.timeline.rearm(self._timer, due, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
@@ -249,9 +243,8 @@ class SimNode:
 
     def _receive(self, source: str, message: Message) -> None:
         if isinstance(message, AskReplay):
-            for batch in self._log.since(message.from_seq):
-                self._send(Replayed(message.token, batch))
-            self._send(Replayed(message.token, None))
+            for answer in self._log.replay(message):
+                self._send(answer)
 
 
 class Move:

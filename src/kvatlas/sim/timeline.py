@@ -51,6 +51,17 @@ class Timeline:
         """Call ``call(*args)`` in ``delay_s`` seconds."""
         return self.at(self.now + delay_s, call, *args)
 
+    def rearm(
+        self, timer: Timer | None, when: float | None, call: Callable[[], None]
+    ) -> Timer | None:
+        """What is to be kept in the place of ``timer``: one that calls at ``when``, or none.
+        ``call`` must take the timer out of that place."""
+        if timer is not None:
+            if timer.at == when:
+                return timer
+            timer.cancel()
+        return self.at(when, call) if when is not None else None
+
     def post(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         """`after` for what nobody will want to cancel: no timer is made for it."""
         self._asked += 1
