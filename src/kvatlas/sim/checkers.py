@@ -16,7 +16,7 @@ from kvatlas.core.dispatch import Apply, Input, Join, Reset
 from kvatlas.core.events import Batch, Event
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher
-from kvatlas.core.router import Decision
+from kvatlas.core.router import Decision, Plan
 from kvatlas.sim.checkers_truth import Life, Prompt, Run, Witness, answer
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.faults import Ask
@@ -186,8 +186,7 @@ class Checkers:
         for plan in decision.plans:
             if any(plan.tier_tokens[1:]) and not self.could_read(plan.publisher.worker, ask):
                 self.report("over-promise", f"{ask.id}: {plan.publisher} promises of tiers")
-            own = plan.tier_tokens[0] if any(plan.tier_tokens[1:]) else plan.resume_tokens
-            if own:
+            if own := own_tokens(plan):
                 self._judge(ask, plan.publisher, own)
 
     def waited(self, gaps_s: Sequence[float], count: int) -> None:
@@ -301,3 +300,9 @@ class Checkers:
                 f"{ask.id}: {publisher} promises by batch {last}; batch {known} came more than "
                 f"{LAG_S:g} s ago",
             )
+
+
+def own_tokens(plan: Plan) -> int:
+    """What of a promise lies in the engine's own pool."""
+    below = any(plan.tier_tokens[1:])
+    return plan.tier_tokens[0] if below else plan.resume_tokens

@@ -35,7 +35,7 @@ def check_counts(checkers: Checkers, world: FaultWorld) -> None:
 def check_kept(checkers: Checkers, world: FaultWorld) -> None:
     """At rest no more is kept than a new core keeps that heard the engines' whole histories. Where
     limits are reached it depends on the order what is refused, and what waits for it in vain."""
-    if world.scenario.directory.holders_max < 1_000_000:
+    if not world.scenario.roomy:
         return
     fresh = Dispatcher(Directory(world.keyring), Router(), world.keyring)
     for engine in world.engines.values():

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvatlas.core.events import Batch, UnitsHeld
+from kvatlas.core.inventory import OWN
 from kvatlas.core.keys import PUBLIC, Scope
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Resume, Tier
@@ -23,7 +24,6 @@ from kvatlas.sim.faults_world import FaultWorld, fingerprint
 from kvatlas.sim.tier_node import SimNode
 from kvatlas.sim.tier_side import TierSide
 
-_OWN = (Tier.DRAM, Tier.DISK)
 #: Entries that an agent without units may keep: prices, ghosts, what its heaps have not swept yet.
 AGENT_LEFT_MAX = 12_000
 
@@ -75,7 +75,7 @@ def check_books(checkers: Checkers, world: FaultWorld) -> None:
     for node in world.nodes:
         if node.moving or node.agent.busy:
             checkers.report("leak", f"{node.name}: {node.agent.busy} operations never ended")
-        for tier in _OWN:
+        for tier in OWN:
             if node.has(tier):
                 _check_ledger(checkers, node, tier)
     for name, engine in world.engines.items():
@@ -128,7 +128,7 @@ def check_damage(checkers: Checkers, world: FaultWorld) -> None:
     """What a reader found damaged is not there any more, and was counted."""
     nodes = world.nodes
     for node in nodes or ():
-        for tier in (*_OWN, Tier.OBJECT):
+        for tier in (*OWN, Tier.OBJECT):
             for kept in node.held(tier).values():
                 if id(kept) in node.found_damaged:
                     checkers.report("wrong-bytes", f"{node.name}: damaged units are kept")
@@ -148,9 +148,9 @@ def check_shelves(checkers: Checkers, world: FaultWorld) -> None:
     again = any(node.life > 1 for node in world.nodes or ())
     for node in world.nodes or ():
         believed = shelves.names(node.publisher)
-        for tier in _OWN:
+        for tier in OWN:
             limit = world.scenario.directory.holders_per_publisher_max
-            exact = limit >= 1_000_000  # else what is refused is not known, and is not an error
+            exact = world.scenario.roomy  # else what is refused is not known, and is not an error
             if len(believed[tier]) > limit:
                 checkers.report("bounds", f"{node.name}: {len(believed[tier])} of {limit} units")
             _compare(checkers, node, tier, believed[tier], exact)
@@ -183,7 +183,7 @@ def check_reach(checkers: Checkers, world: FaultWorld, asks: Iterable[Ask]) -> N
     if world.nodes is None:
         return
     homes = {name: node for node in world.nodes for name in node.engines}
-    exact = world.scenario.directory.holders_max >= 1_000_000
+    exact = world.scenario.roomy
     for ask in asks:
         for engine in world.engines.values():
             keys = keys_of(world, ask, engine.identity, engine.layout)
@@ -227,7 +227,7 @@ def _resume(node: SimNode, engine: SimEngine, ask: Ask, keys: list[bytes]) -> in
     pool, grid = engine.model.pool, engine.layout.grid_tokens
     local = pool.lookup(pool.open(ask.tokens, salt=ask.scope, adapter=ask.adapter)).tokens
     held: set[bytes] = set()
-    for tier in (*_OWN, Tier.OBJECT):
+    for tier in (*OWN, Tier.OBJECT):
         held |= _readable(node, tier)
     points, best = Sizes(engine.layout).has_points, local
     for number in range(local // grid, _limit(engine, ask) // grid):

@@ -8,6 +8,7 @@ hides what one kind does alone), so that some worlds are calm but for one kind a
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import msgspec
 
@@ -58,6 +59,7 @@ KINDS = ENGINE_KINDS | TIER_KINDS
 #: be resumed it is computed once more, and its events are those of a reported hit. The directory
 #: takes them for one, and then may know less than there is (`core.claims`).
 GRID_LEAST = 16
+_ROOMY = 1_000_000  # block-holders: more than any of these worlds has
 _TARGETLESS = ("stall", "jump", "burst", "abort")
 _SHARED_MODELS = ("", "", "", "", "lora")
 _SCOPES = ("", "", "red", "blue")
@@ -139,6 +141,18 @@ class Scenario(msgspec.Struct, frozen=True):
     silence_s: float
     tiers: TierPlan | None = None
 
+    @property
+    def roomy(self) -> bool:
+        """Its directory never comes near a limit."""
+        return self.directory.holders_max >= _ROOMY
+
+
+def happening(plan: Scenario, faults: Iterable[Fault]) -> Scenario:
+    """The same world with these faults, healed when the last of them is over."""
+    in_order = tuple(sorted(faults, key=lambda fault: fault.at))
+    ends = [fault.at + fault.duration_s + 1.0 for fault in in_order]
+    return msgspec.structs.replace(plan, faults=in_order, heal_at=max([plan.heal_at, *ends]))
+
 
 def scenario(seed: int) -> Scenario:
     """Draw the world of this seed."""
@@ -162,8 +176,8 @@ def scenario(seed: int) -> Scenario:
         faults=tuple(faults),
         heal_at=max([length_s, *(f.at + f.duration_s for f in faults)]) + 1.0,
         directory=Limits(
-            holders_max=draw.randint(50, 600) if tiny else 1_000_000,
-            holders_per_publisher_max=draw.randint(20, 300) if tiny else 1_000_000,
+            holders_max=draw.randint(50, 600) if tiny else _ROOMY,
+            holders_per_publisher_max=draw.randint(20, 300) if tiny else _ROOMY,
         ),
         in_flight_max=draw.randint(2, 8) if draw.random() < 0.1 else 100_000,
         feed=sequence.Limits(

@@ -32,13 +32,8 @@ def scenario(seed: int) -> Scenario:
     if kind in ("prompts", "both"):
         unit = max(member.layout.grid_tokens for member in plan.members)
         asks += _nearly(draw, plan, unit)
-    ends = [fault.at + fault.duration_s + 1.0 for fault in happens]
-    return msgspec.structs.replace(
-        plan,
-        faults=tuple(sorted(happens, key=lambda fault: fault.at)),
-        asks=tuple(sorted(asks, key=lambda ask: ask.at)),
-        heal_at=max([plan.heal_at, *ends]),
-    )
+    asks.sort(key=lambda ask: ask.at)
+    return msgspec.structs.replace(faults.happening(plan, happens), asks=tuple(asks))
 
 
 def _together(draw: random.Random, plan: Scenario) -> list[Fault]:

@@ -10,6 +10,7 @@ import msgspec
 
 from kvatlas.core import agent_values as words
 from kvatlas.core.events import UnitsGone
+from kvatlas.core.inventory import OWN
 from kvatlas.core.keys import Keyring
 from kvatlas.core.records import Publisher, Tier
 from kvatlas.core.units import Unit
@@ -22,8 +23,6 @@ from kvatlas.sim.tier_node import SimNode
 from kvatlas.sim.tier_units import Kept
 from kvatlas.sim.tiers import Tiers
 from kvatlas.sim.timeline import Timeline
-
-_OWN = (Tier.DRAM, Tier.DISK)
 
 
 class Nodes:
@@ -114,7 +113,7 @@ class Nodes:
 
     def _damage(self, node: SimNode, share: float) -> bool:
         """Turn over bytes of that share of the units in one place, at least of one."""
-        places = [tier for tier in (*_OWN, Tier.OBJECT) if node.held(tier)]
+        places = [tier for tier in (*OWN, Tier.OBJECT) if node.held(tier)]
         if not places:
             return False
         held = node.held(self._draw.choice(places))
@@ -136,7 +135,7 @@ class Nodes:
             self._fabric.set_speed(link, 1.0)
 
     def _lose(self, node: SimNode) -> bool:
-        tiers = [tier for tier in _OWN if node.held(tier)]
+        tiers = [tier for tier in OWN if node.held(tier)]
         if self.tiers.store is not None and self.tiers.store.held:
             tiers.append(Tier.OBJECT)
         if not tiers or not node.up:
@@ -151,7 +150,7 @@ class Nodes:
     def _resize(self, node: SimNode, fault: Fault) -> bool:
         spec = self.plan.spec
         sizes = {Tier.DRAM: spec.dram_bytes, Tier.DISK: spec.disk_bytes}
-        tier = self._draw.choice([tier for tier in _OWN if sizes[tier]])
+        tier = self._draw.choice([tier for tier in OWN if sizes[tier]])
         if not node.up:
             return False
         self._small[node.name, tier] = self._timeline.now + fault.duration_s
@@ -178,7 +177,7 @@ class Nodes:
     def lose_all(self) -> None:
         """Nobody holds anything below the engines."""
         for node in self.tiers.nodes.values():
-            for tier in _OWN:
+            for tier in OWN:
                 if node.has(tier):
                     node.lose(tier)
         self.tiers.lose_store()

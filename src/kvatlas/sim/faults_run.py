@@ -183,7 +183,7 @@ class _Run:
         world.run(plan.heal_at)
         self._rest()
         checkers.note("healed, and everything is over")
-        world.probe(0, _fresh)
+        world.probe(_fresh)
         world.run(world.timeline.now + SETTLE_S)
         self._last()
         check_endings(checkers, world, self.asks)

@@ -17,7 +17,15 @@ from kvatlas.core.policy.registry import POLICIES
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Sizes
 from kvatlas.sim import faults_close
-from kvatlas.sim.faults import TIER_KINDS, Fault, Member, NodePlan, Scenario, TierPlan
+from kvatlas.sim.faults import (
+    TIER_KINDS,
+    Fault,
+    Member,
+    NodePlan,
+    Scenario,
+    TierPlan,
+    happening,
+)
 from kvatlas.sim.links import LinkSpec
 from kvatlas.sim.tier_spec import TierSpec
 from kvatlas.workload.models import load_layout
@@ -36,14 +44,7 @@ def scenario(seed: int) -> Scenario:
     members = tuple(_sized(draw, member) for member in plan.members)
     tiers = _tiers(draw, members)
     happens = (*plan.faults, *_faults(draw, tiers, plan.heal_at - 1.0))
-    ends = [fault.at + fault.duration_s + 1.0 for fault in happens]
-    return msgspec.structs.replace(
-        plan,
-        members=members,
-        faults=tuple(sorted(happens, key=lambda fault: fault.at)),
-        heal_at=max([plan.heal_at, *ends]),
-        tiers=tiers,
-    )
+    return msgspec.structs.replace(happening(plan, happens), members=members, tiers=tiers)
 
 
 def _sized(draw: random.Random, member: Member) -> Member:

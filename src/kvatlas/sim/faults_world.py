@@ -418,12 +418,12 @@ class FaultWorld:
             engine.stop()
             engine.start()
 
-    def probe(self, number: int, tokens: Callable[[SimEngine], bytes]) -> None:
+    def probe(self, tokens: Callable[[SimEngine], bytes]) -> None:
         """Somebody else uses each engine once: it has something to say then. So do agents."""
         if self.nodes is not None:
             self.nodes.breathe()
         for name, engine in self.engines.items():
-            submit = Submit(f"probe{number}.{name}", tokens(engine), 1)
+            submit = Submit(f"probe.{name}", tokens(engine), 1)
             self.network.send(GATEWAY, name, submit)
 
 
