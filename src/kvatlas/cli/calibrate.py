@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvatlas.cli.output import table_console, write_file
 from kvatlas.errors import ConfigError
 from kvatlas.validate.calibrate import (
     UNHIDDEN,
@@ -88,16 +89,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--fit-share {args.fit_share:g}: above 0 and below 1 is needed")
     report: RunReport | TableReport = _runs(args) if folders else _tables(args)
     if args.out:
-        try:
-            args.out.write_text(profiles(report), "utf-8")
-        except OSError as error:
-            raise ConfigError(f"--out {args.out}: cannot be written: {error}") from error
+        write_file("--out", args.out, profiles(report).encode())
     if args.json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     elif isinstance(report, RunReport):
-        show_runs(report, Console(highlight=False, width=_width()))
+        show_runs(report, table_console(_WIDTH))
     else:
-        show_tables(report, Console(highlight=False, width=_width()))
+        show_tables(report, table_console(_WIDTH))
     return 0
 
 
@@ -150,10 +148,6 @@ def profiles(report: RunReport | TableReport) -> str:
             name = family.replace(" ", "-")
             parts.append(profile_text(name, like, device_figures(figures), comment=comment))
     return "\n".join(parts)
-
-
-def _width() -> int | None:
-    return None if sys.stdout.isatty() else _WIDTH
 
 
 # For a reader ----------------------------------------------------------------------------------

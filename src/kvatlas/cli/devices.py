@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
+from kvatlas.cli.output import table_console
 from kvatlas.workload.device import DEVICES, Device
 from kvatlas.workload.links import LINKS
 from kvatlas.workload.profiles import read_profiles
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         found = {"devices": list(devices.values()), "links": list(LINKS.values())}
         sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
         return 0
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    console = table_console(_WIDTH)
     console.print(device_table(devices))
     console.print(link_table())
     return 0

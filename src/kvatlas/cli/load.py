@@ -7,15 +7,14 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvatlas.cli.output import json_bytes, progress, write_file
 from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
-from kvatlas.report.table import latency_table, seconds, slo_text
+from kvatlas.report.table import goodput_text, latency_table, seconds
 from kvatlas.service.load import LoadPlan, LoadResult, check, run_load
 from kvatlas.workload.trace import VOCAB_SIZE, Trace, TraceRequest, open_trace
 
@@ -84,14 +83,13 @@ def run(args: argparse.Namespace) -> int:
     check(plan)
     if args.requests is not None and args.requests < 1:
         raise ConfigError(f"--requests {args.requests}: at least 1 is needed")
-    total = sum(
-        1 for _ in _chosen(trace, args)
-    )  # also finds faults of the file before anything is sent
+    # Counting also finds faults of the file before anything is sent.
+    total = sum(1 for _ in _chosen(trace, args))
     if not total:
         raise ConfigError(f"{args.trace}: no requests in it")
     result = uvloop.run(_replay(plan, trace, args, total))
     if args.json is not None:
-        _write(args.json, result)
+        write_file("--json", args.json, json_bytes(result))
     _show(result)
     return 1 if result.errors else 0
 
@@ -104,29 +102,11 @@ def _chosen(trace: Trace, args: argparse.Namespace) -> Iterator[TraceRequest]:
 
 
 async def _replay(plan: LoadPlan, trace: Trace, args: argparse.Namespace, total: int) -> LoadResult:
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=args.quiet,
-    )
-    with progress:
-        bar = progress.add_task("requests answered", total=total)
-        return await run_load(plan, _chosen(trace, args), on_done=lambda: progress.advance(bar))
-
-
-def _write(path: Path, result: LoadResult) -> None:
-    text = msgspec.json.format(msgspec.json.encode(result), indent=2)
-    try:
-        path.write_bytes(text + b"\n")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written: {error}") from error
+    with progress("requests answered", total, quiet=args.quiet) as on_done:
+        return await run_load(plan, _chosen(trace, args), on_done=on_done)
 
 
 def _show(result: LoadResult) -> None:
-
     console = Console()
     latency = result.latency
     console.print(latency_table(latency))
@@ -137,11 +117,7 @@ def _show(result: LoadResult) -> None:
         "rate",
         f"{latency.requests_per_s:.1f} requests/s, {latency.output_tokens_per_s:.0f} tokens/s out",
     )
-    facts.add_row(
-        "goodput",
-        f"{latency.goodput_per_s:.2f} requests/s ({latency.attained:.1%}) "
-        f"within SLO: {slo_text(latency.slo)}",
-    )
+    facts.add_row("goodput", goodput_text(latency))
     hits = result.hits
     for name, tokens, answers in (
         ("hit tokens expected", hits.expected_tokens, hits.expected_answers),

@@ -14,13 +14,13 @@ from typing import get_args
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvatlas.cli import sim_faults
+from kvatlas.cli.output import json_bytes, print_json, progress, write_file
 from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
-from kvatlas.report.table import latency_table, seconds, slo_text
+from kvatlas.report.table import goodput_text, latency_table, seconds
 from kvatlas.sim.cluster import Cluster, Policy, default_cluster, load_cluster
 from kvatlas.sim.gateway import Outcome
 from kvatlas.sim.report import SimReport
@@ -93,15 +93,20 @@ def run(args: argparse.Namespace) -> int:
     if args.closed_loop:
         _check_turns(args, trace)
     slo = Slo(args.slo_ttft_s, args.slo_tpot_s)
-    with _export(args.export) as export, _progress(args, trace) as on_end, _no_collector():
+    # Counting also finds faults of the file before anything is simulated.
+    total = sum(1 for _ in itertools.islice(trace, args.limit))
+    bar = progress("requests", total, quiet=args.quiet)
+    with _export(args.export) as export, bar as on_end, _no_collector():
         report = simulate(
             cluster, trace, play, seed=args.seed, slo=slo, export=export, on_end=on_end
         )
     if not report.latency.requests:
         raise ConfigError(f"{args.trace}: no requests in it")
-    if args.json is not None:
-        _write(args.json, report)
-    if args.json is None or str(args.json) != "-":
+    if str(args.json) == "-":
+        print_json(report)
+    else:
+        if args.json is not None:
+            write_file("--json", args.json, json_bytes(report))
         show(report, Console())
     return 1 if report.latency.failed else 0
 
@@ -170,28 +175,6 @@ def _no_collector() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(args: argparse.Namespace, trace: Trace) -> Iterator[Callable[[], None]]:
-    """A bar on stderr; what it counts up to is read off the trace first, which finds its faults
-    before anything is simulated."""
-    total = 0
-    for total, _ in enumerate(trace, 1):
-        if total == args.limit:
-            break
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=args.quiet,
-        refresh_per_second=4,
-    )
-    with progress:
-        bar = progress.add_task("requests", total=total)
-        yield lambda: progress.advance(bar)
-
-
-@contextlib.contextmanager
 def _export(path: Path | None) -> Iterator[Callable[[Outcome], None] | None]:
     if path is None:
         yield None
@@ -202,17 +185,6 @@ def _export(path: Path | None) -> Iterator[Callable[[Outcome], None] | None]:
             yield lambda outcome: (file.write(encode(outcome) + b"\n"), None)[1]
     except OSError as error:
         raise ConfigError(f"--export {path}: cannot be written: {error}") from error
-
-
-def _write(path: Path, report: SimReport) -> None:
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-    if str(path) == "-":
-        print(text.decode(), end="")
-        return
-    try:
-        path.write_bytes(text)
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written: {error}") from error
 
 
 def show(report: SimReport, console: Console) -> None:
@@ -228,11 +200,7 @@ def show(report: SimReport, console: Console) -> None:
         "rate",
         f"{latency.requests_per_s:.2f} requests/s, {latency.output_tokens_per_s:,.0f} tokens/s out",
     )
-    facts.add_row(
-        "goodput",
-        f"{latency.goodput_per_s:.2f} requests/s ({latency.attained:.1%}) "
-        f"within SLO: {slo_text(latency.slo)}",
-    )
+    facts.add_row("goodput", goodput_text(latency))
     for tier, count in tokens.hits.items():
         if count:
             facts.add_row(f"hit tokens, {tier}", f"{count:,} ({count / tokens.prompt:.2%})")

@@ -32,6 +32,14 @@ def seconds(value: float | None) -> str:
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
+def goodput_text(report: Report) -> str:
+    """The rate at which requests met their objectives, their share, and which those are."""
+    return (
+        f"{report.goodput_per_s:.2f} requests/s ({report.attained:.1%}) "
+        f"within SLO: {slo_text(report.slo)}"
+    )
+
+
 def slo_text(slo: Slo) -> str:
     """The objectives in words."""
     limits = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s))
