@@ -439,6 +439,8 @@ def test_sizes_and_what_is_no_size() -> None:
         "object=1TB",
         "dram=1GB,policy=x",
         "dram=9999999PB",
+        f"dram={'9' * 400}",
+        "dram=1GB,policy=lru,policy=fifo",
     ):
         with pytest.raises(ConfigError):
             parse_tiers(text)

@@ -14,7 +14,7 @@ from kvatlas.errors import ConfigError
 from kvatlas.sim.links import PROFILES, LinkSpec
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?B?)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,19}(?:\.\d+)?)\s*([KMGTP]?B?)", re.IGNORECASE)
 
 # Reached by one current data-centre SSD (PCIe 5.0: nominally 14 and 10 GB/s), an assumption.
 DISK_READ = LinkSpec(12e9, 80e-6)
@@ -70,29 +70,29 @@ class TierSpec(msgspec.Struct, frozen=True):
 
 def parse_tiers(text: str) -> TierSpec:
     """``dram=1TB,disk=8TB,object=100TB,policy=lru``. Raises ConfigError that says what is wrong."""
-    values: dict[str, int] = {}
-    policy = "lru"
+    given: dict[str, str] = {}
     for item in text.split(","):
         name, _, value = (part.strip() for part in item.partition("="))
-        if name == "policy":
-            policy = value
-        elif name in ("dram", "disk", "object"):
-            if name in values:
-                raise ConfigError(f"--tiers: {name} is given twice")
-            try:
-                values[name] = size_bytes(value)
-            except ConfigError as error:
-                raise ConfigError(f"--tiers {name}: {error}") from error
-        else:
+        if name not in ("dram", "disk", "object", "policy"):
             raise ConfigError(
                 f"--tiers {item.strip()!r}: write dram=SIZE, disk=SIZE or object=SIZE"
             )
+        if name in given:
+            raise ConfigError(f"--tiers: {name} is given twice")
+        given[name] = value
+    policy = given.pop("policy", "lru")
+    sizes: dict[str, int] = {}
+    for name, value in given.items():
+        try:
+            sizes[name] = size_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"--tiers {name}: {error}") from error
     return TierSpec(
-        dram_bytes=values.get("dram", 0),
-        disk_bytes=values.get("disk", 0),
-        object_bytes=values.get("object", 0),
+        dram_bytes=sizes.get("dram", 0),
+        disk_bytes=sizes.get("disk", 0),
+        object_bytes=sizes.get("object", 0),
         policy=policy,
-        agent=Config(write_through=(Tier.OBJECT,) if "object" in values else ()),
+        agent=Config(write_through=(Tier.OBJECT,) if "object" in sizes else ()),
     )
 
 
