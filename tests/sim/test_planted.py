@@ -68,7 +68,7 @@ def test_some_are_found_at_once(name: str) -> None:
 
 
 def test_what_is_not_found_is_told() -> None:
-    assert score("quota-not-returned", range(1)).seeds == 0  # these worlds have no ledger
+    assert score("quota-not-returned", range(1)).seeds == 0  # no tiers in that world
 
 
 def test_the_page_has_every_bug() -> None:

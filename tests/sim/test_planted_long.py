@@ -1,5 +1,5 @@
-"""Every planted bug is found: by the worlds with faults, or where those have no tiers by the tests
-of what is below the engines."""
+"""Every planted bug is found: by the worlds with faults, or where it is below the engines by the
+tests of what is there."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _seeds(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def _all(seeds: range, args: argparse.Namespace) -> int:
-    """Every planted bug that such a world can reach, and what finds it; 1 where one is missed."""
+    """Every planted bug in what all such worlds have, and what finds it; 1 where one is missed."""
     table = Table("bug", "what is wrong", "where", "class", "seeds", "found by")
     found = []
     for each in scores(reachable(), seeds, args.jobs):

@@ -17,7 +17,8 @@ BUGS: dict[str, Bug] = {bug.name: bug for module in _MODULES for bug in module.B
 
 
 def reachable() -> list[str]:
-    """Those in parts that the worlds of `faults` have: they know no tiers below the engines."""
+    """Those in parts that every world of `faults` has. Only some have tiers below the engines: the
+    bugs there are for the tests of ledger, agent and shelves to find."""
     below = {bug.name for bug in planted_tiers.BUGS}
     return [name for name in BUGS if name not in below]
 
