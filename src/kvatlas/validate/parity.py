@@ -46,20 +46,11 @@ class Engine(msgspec.Struct):
     different: int = 0
 
 
-class Parity(msgspec.Struct):
+class Comparison(msgspec.Struct, kw_only=True):
     """``compared`` fields, of which ``different`` are not equal; the first in ``differences``."""
 
-    scenario: str
-    policy: str
-    requests: int = 0
-    promised_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    failed: int = 0
-    events: int = 0
     compared: int = 0
     different: int = 0
-    engines: dict[str, Engine] = {}
     differences: list[Difference] = []
 
     def note(self, where: str, field: str, one: object, other: object) -> bool:
@@ -69,9 +60,27 @@ class Parity(msgspec.Struct):
             return True
         self.different += 1
         if len(self.differences) < DIFFERENCES_MAX:
-            cause = _CAUSES.get(field, "")
-            self.differences.append(Difference(where, field, _shown(one), _shown(other), cause))
+            told = Difference(where, field, _shown(one), _shown(other), self.cause(field))
+            self.differences.append(told)
         return False
+
+    def cause(self, field: str) -> str:
+        """What usually makes this field differ."""
+        return _CAUSES.get(field, "")
+
+
+class Parity(Comparison):
+    """One scenario in both worlds."""
+
+    scenario: str
+    policy: str
+    requests: int = 0
+    promised_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    failed: int = 0
+    events: int = 0
+    engines: dict[str, Engine] = {}
 
 
 _CAUSES = {

@@ -32,7 +32,7 @@ from kvatlas.core.records import Publisher
 from kvatlas.errors import ConfigError, KvatlasError, TraceError
 from kvatlas.service.wire import Decoder
 from kvatlas.sim.world import fingerprint
-from kvatlas.validate.parity import DIFFERENCES_MAX, Difference
+from kvatlas.validate.parity import Comparison
 from kvatlas.workload.engine import Engine
 from kvatlas.workload.protocol import Admitted, Arrive, Effect, Published
 from kvatlas.workload.spec import EngineSpec
@@ -128,10 +128,10 @@ class Recording(msgspec.Struct, frozen=True):
             raise TraceError(f"a frame is not in hex: {error}") from error
 
 
-class Recorded(msgspec.Struct):
-    """One recording's result. ``promises`` of the directory could be checked for so many requests
-    (not for those of a round that saw each other's blocks). ``compared`` fields, of which
-    ``different`` are not equal."""
+class Recorded(Comparison):
+    """One recording's result; what is "served" in a difference is the real engine's. ``promises``
+    of the directory could be checked for so many requests (not for those of a round that saw each
+    other's blocks)."""
 
     name: str
     engine: str
@@ -141,25 +141,14 @@ class Recorded(msgspec.Struct):
     cached_tokens: int = 0
     preemptions: int = 0
     batches: int = 0
-    events: dict[str, int] = {}
+    events: dict[str, int] = msgspec.field(default_factory=dict)
     promises: int = 0
-    compared: int = 0
-    different: int = 0
-    differences: list[Difference] = []
 
-    def note(self, where: str, field: str, modelled: object, real: object) -> bool:
-        """Compare one field; True where it is equal. "served" is the real engine here."""
-        self.compared += 1
-        if modelled == real:
-            return True
-        self.different += 1
-        cause = _CAUSES.get(field, "vLLM's event has another form")
+    def cause(self, field: str) -> str:
+        """As the engine model and vLLM come to differ."""
         if self.async_scheduling and field not in ("promise", "event"):
-            cause = _ASYNC
-        if len(self.differences) < DIFFERENCES_MAX:
-            shown, real_shown = str(modelled)[:300], str(real)[:300]
-            self.differences.append(Difference(where, field, shown, real_shown, cause))
-        return False
+            return _ASYNC
+        return _CAUSES.get(field, "vLLM's event has another form")
 
 
 def files(path: Path) -> list[Path]:
