@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvatlas.cli.main import main
+from kvatlas.cli import stub_engine
+from kvatlas.cli.main import build_parser, main
 from kvatlas.errors import ConfigError
 from kvatlas.workload.device import DEVICES, Device
 from kvatlas.workload.links import LINKS
+from kvatlas.workload.models import load_layout
 from kvatlas.workload.profiles import profile_text, read_profiles
 
 WANTED = {"H20", "H100", "H200", "B200", "GB200", "950PR", "Atlas-350", "RTX-4090", "RTX-PRO-6000"}
@@ -139,3 +141,15 @@ def test_the_stub_engine_takes_a_profile_and_refuses_an_unknown_one(
     assert "'H300' is unknown: use one of H20" in capsys.readouterr().err
     assert main(["stub-engine", "--device-file", str(tmp_path / "absent.toml")]) == 2
     assert "absent.toml: cannot be read" in capsys.readouterr().err
+
+
+def test_the_stub_engine_takes_a_speed_of_zero_at_its_word(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["stub-engine", "--layout", "16", "--prefill-tokens-per-s", "1e6"]
+    layout = load_layout("16", engine="vllm")
+    args = build_parser().parse_args([*asked, "--decode-step-s", "0"])
+    assert stub_engine._spec(args, layout).decode_step_s == 0
+    assert stub_engine._spec(build_parser().parse_args(asked), layout).decode_step_s == 0.02
+    assert main(["stub-engine", "--layout", "16", "--prefill-tokens-per-s", "0"]) == 2
+    assert "prefill_tokens_per_s (above 0)" in capsys.readouterr().err

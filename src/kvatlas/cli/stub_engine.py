@@ -143,7 +143,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _spec(args: argparse.Namespace, layout: Layout) -> EngineSpec:
-    measured = args.prefill_tokens_per_s is not None or layout.compute is None
+    prefill, decode = args.prefill_tokens_per_s, args.decode_step_s
+    measured = prefill is not None or layout.compute is None
+    if measured:  # a plain block size tells no speed: figures of a 30B dense model on an H100
+        prefill = 8000.0 if prefill is None else prefill
+        decode = 0.02 if decode is None else decode
     retention = None if args.retention_tokens == "all" else _whole(args.retention_tokens)
     return EngineSpec(
         blocks=_blocks(args, layout),
@@ -154,9 +158,8 @@ def _spec(args: argparse.Namespace, layout: Layout) -> EngineSpec:
         shape=shape_of(load_config(args.layout)) if args.device_file and not measured else None,
         devices=args.devices,
         precision=args.precision,
-        # A plain block size says nothing about the model: figures of a 30B dense one on an H100.
-        prefill_tokens_per_s=(args.prefill_tokens_per_s or 8000.0) if measured else None,
-        decode_step_s=(args.decode_step_s or 0.02) if measured else args.decode_step_s,
+        prefill_tokens_per_s=prefill,
+        decode_step_s=decode,
         time_scale=args.time_scale,
     )
 
