@@ -12,6 +12,7 @@ import pytest
 from stores_kit import Desk, nothing_left, values, wait_until
 from stores_rigs import ValkeyRig
 
+from kvatlas.connectors.child import free_ports
 from kvatlas.dataplane.tiers.valkey import Settings, ValkeyStore
 from kvatlas.errors import ConfigError
 
@@ -97,7 +98,8 @@ def test_writing_again_keeps_the_value(rig: ValkeyRig) -> None:
 
 
 def test_a_cluster_is_refused_with_a_clear_word(tmp_path: Path) -> None:
-    rig = ValkeyRig(tmp_path, "--cluster-enabled", "yes")
+    bus = str(free_ports(1)[0])  # else its port and 10,000 more: there may be none so high
+    rig = ValkeyRig(tmp_path, "--cluster-enabled", "yes", "--cluster-port", bus)
     store = opened(rig)
     report = Desk(store).write({b"n": b"value"})
     assert "cluster: not supported yet" in report.error
