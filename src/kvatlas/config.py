@@ -127,6 +127,18 @@ def load(path: Path) -> Config:
     return config
 
 
+def read_secret(path: Path, name: str) -> bytes:
+    """A key secret: gateway and agents must find the same bytes in the same file. Raises
+    ConfigError, with the ``name`` of the setting, where it cannot be read or is too short."""
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"{name}: {path}: {error.strerror}") from error
+    if len(secret) < 16:
+        raise ConfigError(f"{name}: {path}: needs at least 16 bytes, has {len(secret)}")
+    return secret
+
+
 def read(path: Path, type: type[T], tables: Mapping[str, type[msgspec.Struct]]) -> tuple[str, T]:
     """A TOML file's text, and the value in it. ``tables``: of which form each table is.
 

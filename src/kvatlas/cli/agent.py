@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from kvatlas.config import load
+from kvatlas.config import load, read_secret
 from kvatlas.connectors.agent_client import ask_status
 from kvatlas.core.agent_values import Config
 from kvatlas.core.records import Tier
@@ -121,7 +121,7 @@ def _status(path: Path) -> int:
 def _secret(config: Path | None, disk: Path | None) -> bytes:
     """The deployment's, else this node's own, which must last as long as what is on its disk."""
     if config is not None and (secret_file := load(config).keys.secret_file):
-        return _read(Path(secret_file))
+        return read_secret(Path(secret_file), "keys.secret_file")
     if disk is None:
         return secrets.token_bytes(32)
     path = disk / _KEY_FILE
@@ -135,14 +135,4 @@ def _secret(config: Path | None, disk: Path | None) -> bytes:
                 os.fsync(fd)
     except OSError as error:
         raise ConfigError(f"--disk: {path}: {error.strerror}") from error
-    return _read(path)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"secret: {path}: {error.strerror}") from error
-    if len(secret) < 16:
-        raise ConfigError(f"secret: {path}: needs at least 16 bytes, has {len(secret)}")
-    return secret
+    return read_secret(path, "--disk")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
-from kvatlas.config import Config, WorkerConfig
+from kvatlas.config import Config, WorkerConfig, read_secret
 from kvatlas.core import sequence
 from kvatlas.core.compat import Member, not_shared
 from kvatlas.core.directory import Directory, Limits
@@ -452,12 +452,4 @@ def _recorder(config: Config, params: Params, limits: Limits) -> Recorder | None
 
 def _secret(path: str) -> bytes:
     """The deployment's key secret; a fresh one where none is configured."""
-    if not path:
-        return secrets.token_bytes(32)
-    try:
-        secret = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"keys.secret_file: {path}: {error.strerror}") from error
-    if len(secret) < 16:
-        raise ConfigError(f"keys.secret_file: {path}: needs at least 16 bytes, has {len(secret)}")
-    return secret
+    return read_secret(Path(path), "keys.secret_file") if path else secrets.token_bytes(32)
