@@ -47,7 +47,9 @@ def test_what_one_engine_saves_another_resumes_from(agent: AgentProcess) -> None
     assert status["staged"] == 0
 
 
-def test_a_killed_agent_knows_what_is_on_its_disk(agent: AgentProcess) -> None:
+def test_a_killed_agent_knows_what_is_on_its_disk(
+    agent: AgentProcess, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = FakeEngine(agent.socket)
     engine.save("r", PROMPT)
     agent.wait(lambda status: not status["busy"])
@@ -57,6 +59,9 @@ def test_a_killed_agent_knows_what_is_on_its_disk(agent: AgentProcess) -> None:
     engine.client._retry = 0.0
     assert engine.load("q", PROMPT) == (END, {"disk": END})
     assert engine.client.counts["agent_lost"] == 1
+    assert caplog.messages == [
+        f"the agent at {agent.socket} is lost: all is computed until it is back"
+    ]
     engine.client.close()
 
 

@@ -6,6 +6,7 @@ engine whose agent is slow, dead or new computes, and tries again later.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -16,6 +17,8 @@ from pathlib import Path
 from kvatlas.dataplane.arena import Arena
 from kvatlas.errors import EngineError, StoreError
 from kvatlas.service import agent_wire as wire
+
+log = logging.getLogger(__name__)
 
 HELLO_S = 5.0
 SEND_S = 1.0
@@ -133,13 +136,16 @@ class AgentClient:
         if self._channel is None and time.monotonic() >= self._retry:
             try:
                 self._connect()
-            except Refusal:  # at the start that ends the engine; later it goes on alone
+            except Refusal as refusal:  # at the start that ends the engine; later it goes on alone
+                if not self.counts["refused"]:
+                    log.warning("the agent at %s refuses this engine: %s", self._path, refusal)
                 self.counts["refused"] += 1
         return self._channel
 
     def _lost(self) -> None:
         """It, and all that it held for us: what was staged is not used any more."""
         self.counts["agent_lost"] += 1
+        log.warning("the agent at %s is lost: all is computed until it is back", self._path)
         if self._channel is not None:
             self._channel.close()
         self._channel = None
@@ -284,7 +290,8 @@ class AgentClient:
 
     def close(self) -> None:
         """Ends the connection: nothing of the arena is touched any more."""
-        self._send(wire.Bye())
+        if self._channel is not None:  # with nobody there is nothing to end
+            self._send(wire.Bye())
         if self._channel is not None:
             self._channel.close()
             self._channel = None
