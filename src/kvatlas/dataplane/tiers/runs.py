@@ -151,8 +151,11 @@ class Runs(Generic[L]):
     ) -> None:
         """``done`` is called by the deadline, from one of the threads; at once where nothing can
         be tried: too much waits, the store is closed, no piece is fit. ``into``: a read."""
-        fit = [piece for piece in pieces if framing.fit(piece, into=into)]
-        bad = Outcome([piece for piece in pieces if not framing.fit(piece, into=into)])
+        fit: list[Piece] = []
+        unfit: list[Piece] = []
+        for piece in pieces:
+            (fit if framing.fit(piece, into=into) else unfit).append(piece)
+        bad = Outcome(unfit)
         until = time.monotonic() + self.deadline_s
         share = sum(piece.view.nbytes for piece in fit) // self._streams + 1
         size = max(min(share, self._run_bytes), RUN_BYTES_MIN)
