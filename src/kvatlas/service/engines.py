@@ -59,13 +59,6 @@ class Worker(msgspec.Struct):
     def name(self) -> str:
         return self.config.name
 
-    def serves(self, model: str) -> bool:
-        """Whether ``model`` is one of its models or adapters."""
-        told = self.description
-        return told is not None and (
-            model in told.models or any(adapter.name == model for adapter in told.adapters)
-        )
-
     def publishers(self) -> list[Publisher]:
         """One per rank that publishes events; rank 0 where none does."""
         sources = self.description.sources if self.description else ()
