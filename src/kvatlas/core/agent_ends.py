@@ -7,12 +7,12 @@ when every body before it can be read, and then only once its record is written.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
 from kvatlas.core.agent_values import Damaged, Done, Found, Kind, Lose, Ready, Source, Stop, Told
-from kvatlas.core.inventory import OWN
+from kvatlas.core.inventory import name_in
 from kvatlas.core.ledger_values import Refusal, Why
 from kvatlas.core.node import Node, carried, facts_of
 from kvatlas.core.operations import Operation
@@ -75,7 +75,8 @@ class Ends:
         bad = {*event.failed, *event.damaged}
         failed = bool(event.error) or operation.void
         arrived = [] if failed else [u for _, u in operation.units() if u.name not in bad]
-        self._blame(operation, event)
+        if bad and operation.kind not in (Kind.SAVE, Kind.SEAL):
+            self._blame(operation, bad, event.damaged)
         match operation.kind:
             case Kind.LOAD:
                 self._loaded(operation, arrived, whole=not failed and not bad)
@@ -102,15 +103,15 @@ class Ends:
             self._copied(operation, [])
         node.abort(operation)
 
-    def _blame(self, operation: Operation, event: Done) -> None:
+    def _blame(
+        self, operation: Operation, bad: Collection[bytes], damaged: Collection[bytes]
+    ) -> None:
         """What could not be read is not held: nobody is offered it again."""
         node = self._node
-        bad = {*event.failed, *event.damaged}
-        for source, unit in operation.units() if bad else ():
-            if unit.name not in bad or operation.kind in (Kind.SAVE, Kind.SEAL):
+        for source, unit in operation.units():
+            if unit.name not in bad:
                 continue
-            damaged = unit.name in event.damaged
-            node.counts["damaged" if damaged else "not_read"] += 1
+            node.counts["damaged" if unit.name in damaged else "not_read"] += 1
             if source.tier in node.inventory.ledgers:
                 node.drop(source.tier, unit.name)
             else:
@@ -173,33 +174,50 @@ class Ends:
             part = Source(source.tier, tuple(units), source.node)
             self.promote(part, operation.tenant, operation.keys)
 
+    # -- copies that begin ----------------------------------------------------------------------
+
     def promote(self, source: Source, tenant: str, keys: tuple[bytes, ...]) -> None:
         """Copy units up to dram, where they are not there; later, where there is no room yet."""
+        refused = self._copy(Kind.PROMOTE, source, Tier.DRAM, tenant, keys)
+        if refused is None:
+            return
+        waits = refused.why in (Why.FULL, Why.BUSY)
+        if waits and self._node.operations.running[Kind.DEMOTE]:
+            self.wait(Later(source, tenant, keys))
+        else:
+            self._node.counts["promotion_refused"] += 1
+
+    def write(self, source: Source, target: Tier, tenant: str) -> None:
+        """Copy units on to a tier below or shared, beside where they are."""
+        if self._copy(Kind.WRITE, source, target, tenant, ()) is not None:
+            self._node.counts["write_refused"] += 1
+
+    def _copy(
+        self, kind: Kind, source: Source, target: Tier, tenant: str, keys: Sequence[bytes]
+    ) -> Refusal | None:
+        """Begin to copy what is not at ``target``; answers only where that has no room for it."""
         node = self._node
-        if Tier.DRAM not in node.inventory.ledgers or source.tier is Tier.DRAM:
-            return
-        if node.operations.running[Kind.PROMOTE] >= node.config.copies_max:
-            node.counts["promotion_busy"] += 1
-            return
+        own, known = target in node.inventory.ledgers, node.inventory.known.get(target)
+        if source.tier is target or not (own or known is not None):
+            return None
+        if node.operations.running[kind] >= node.config.copies_max:
+            node.counts["promotion_busy" if kind is Kind.PROMOTE else "write_busy"] += 1
+            return None
         units = {
             unit: self._facts(source.tier, unit, keys)
             for unit in source.units
-            if not node.inventory.held(unit.name, (Tier.DRAM,))
+            if unit.name not in (known or ()) and not node.inventory.held(unit.name, (target,))
         }
         going = Source(source.tier, tuple(units), source.node)
         leases = node.lease((going,), node.now + node.config.copy_s + node.config.grace_s)
         if not units or leases is None:
-            return
-        rooms = node.roomy(Tier.DRAM, units, tenant)
+            return None
+        rooms = node.roomy(target, units, tenant) if own else {}
         if isinstance(rooms, Refusal):
-            for tier, number in leases:
-                node.freed(tier, [node.inventory.ledgers[tier].end_lease(number)])
-            if rooms.why in (Why.FULL, Why.BUSY) and node.operations.running[Kind.DEMOTE]:
-                self.wait(Later(source, tenant, keys))
-            else:
-                node.counts["promotion_refused"] += 1
-            return
-        node.copy(Kind.PROMOTE, going, Tier.DRAM, rooms, tenant=tenant, leases=leases)
+            node.end_leases(leases)
+            return rooms
+        node.copy(kind, going, target, rooms, tenant=tenant, leases=leases)
+        return None
 
     def _facts(self, tier: Tier, unit: Unit, keys: Sequence[bytes]) -> Facts:
         ledger = self._node.ledger(tier)
@@ -216,7 +234,7 @@ class Ends:
         for unit in sorted(arrived, key=lambda u: (u.part, u.index)):
             if unit.part is Part.POINT:
                 # A point without all that comes before it is of no use to anybody.
-                if not node.inventory.whole(operation.keys, unit.index + 1, OWN_FIRST):
+                if not node.inventory.whole(operation.keys, unit.index + 1, node.order):
                     node.counts["save_not_whole"] += 1
                     continue
                 points.append(unit)
@@ -229,39 +247,7 @@ class Ends:
             if kept and further is not tier:
                 self.write(Source(tier, tuple(kept)), further, operation.tenant)
 
-    def write(self, source: Source, target: Tier, tenant: str) -> None:
-        """Copy units on to a tier below or shared, beside where they are."""
-        node = self._node
-        ledger = node.ledger(target)
-        if source.tier is target or (ledger is None and target not in node.inventory.known):
-            return
-        if node.operations.running[Kind.WRITE] >= node.config.copies_max:
-            node.counts["write_busy"] += 1
-            return
-        if ledger is None:
-            known = node.inventory.known[target]
-            units = {
-                u: self._facts(source.tier, u, ()) for u in source.units if u.name not in known
-            }
-        else:
-            units = {
-                u: self._facts(source.tier, u, ())
-                for u in source.units
-                if not node.inventory.held(u.name, (target,))
-            }
-        going = Source(source.tier, tuple(units), source.node)
-        leases = node.lease((going,), node.now + node.config.copy_s + node.config.grace_s)
-        if not units or leases is None:
-            return
-        rooms = node.roomy(target, units, tenant) if ledger is not None else {}
-        if isinstance(rooms, Refusal):
-            node.counts["write_refused"] += 1
-            for tier, number in leases:
-                node.freed(tier, [node.inventory.ledgers[tier].end_lease(number)])
-            return
-        node.copy(Kind.WRITE, going, target, rooms, tenant=tenant, leases=leases)
-
-    # -- copies and records ---------------------------------------------------------------------
+    # -- copies and records that end ------------------------------------------------------------
 
     def _copied(self, operation: Operation, arrived: Iterable[Unit]) -> None:
         node, tier = self._node, operation.target
@@ -329,10 +315,8 @@ class Ends:
             if operation.target is tier:
                 operation.void = True
                 node.stop(operation)
-        names = [e.key for e in node.inventory.ledgers[tier].entries()]
-        for name in names:
-            assert isinstance(name, bytes)
-            node.drop(tier, name)
+        for entry in list(node.inventory.ledgers[tier].entries()):
+            node.drop(tier, name_in(entry))
 
     def _found(self, event: Found) -> None:
         """A catalogue says what is there: what is whole is taken over, the rest is garbage."""
@@ -368,10 +352,5 @@ class Ends:
                 operation.void = True
                 node.stop(operation)
         for tier, ledger in node.inventory.ledgers.items():
-            names = [e.key for e in ledger.entries() if e.tenant == tenant]
-            for name in names:
-                assert isinstance(name, bytes)
-                node.drop(tier, name)
-
-
-OWN_FIRST = (*OWN, Tier.OBJECT, Tier.PEER)
+            for entry in [e for e in ledger.entries() if e.tenant == tenant]:
+                node.drop(tier, name_in(entry))

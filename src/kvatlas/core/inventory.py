@@ -21,10 +21,15 @@ OWN = (Tier.DRAM, Tier.DISK)
 Place = tuple[Tier, str]  # a tier, of the node named where it is a peer's
 
 
+def name_in(entry: Entry) -> bytes:
+    """Of which unit an entry of one of our ledgers is."""
+    assert isinstance(entry.key, bytes)
+    return entry.key
+
+
 def unit_of(entry: Entry) -> Unit:
-    """What an entry of one of our ledgers stands for."""
-    name = entry.key
-    assert isinstance(name, bytes)
+    """That unit."""
+    name = name_in(entry)
     return Unit(name[:-1], Part(name[-1]), entry.facts.index, entry.facts.size_bytes)
 
 
@@ -204,8 +209,7 @@ class Inventory:
         """Everything that is held is to be told again."""
         for tier, ledger in self.ledgers.items():
             for entry in ledger.entries():
-                name = entry.key
-                assert isinstance(name, bytes)
+                name = name_in(entry)
                 if name[-1] == Part.BODY or name in self.sealed[tier]:
                     self._said[tier, name] = True
         for name in self.known[Tier.OBJECT]:

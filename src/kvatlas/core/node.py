@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvatlas.core.agent_values import Attach, Config, Copy, Drop, Effect, Kind, Seal, Source, Stop
 from kvatlas.core.cost import EngineCost
-from kvatlas.core.inventory import Inventory, unit_of
+from kvatlas.core.inventory import Inventory, name_in, unit_of
 from kvatlas.core.ledger import Ledger
 from kvatlas.core.ledger_values import Entry, Refusal, Reservation, Why
 from kvatlas.core.operations import Operation, Operations
@@ -50,6 +50,13 @@ class Node:
     def ledger(self, tier: Tier) -> Ledger | None:
         """The books of an own tier; None where the node has no such tier."""
         return self.inventory.ledgers.get(tier)
+
+    def worker(self, name: str) -> Worker | None:
+        """An engine of this node; a name that is none is counted."""
+        worker = self.workers.get(name)
+        if worker is None:
+            self.counts["unknown_worker"] += 1
+        return worker
 
     # -- room -----------------------------------------------------------------------------------
 
@@ -93,10 +100,9 @@ class Node:
         by_tenant: dict[str, dict[Unit, Facts]] = {}
         for entry in victims:
             if self._goes_down(tier, entry):
-                facts = carried(entry)
-                by_tenant.setdefault(entry.tenant, {})[unit_of(entry)] = facts
+                by_tenant.setdefault(entry.tenant, {})[unit_of(entry)] = carried(entry)
             else:
-                self.let_go(tier, unit_of(entry).name)
+                self.let_go(tier, name_in(entry))
         for whose, units in by_tenant.items():
             self._demote(tier, units, whose)
 
@@ -110,8 +116,7 @@ class Node:
         """Does a victim deserve the write to the tier below?"""
         if tier is not Tier.DRAM or Tier.DISK not in self.inventory.ledgers:
             return False
-        name = entry.key
-        assert isinstance(name, bytes)
+        name = name_in(entry)
         if not self.config.demote or self.inventory.held(name, (Tier.DISK,)):
             return False
         if name[-1] == Part.POINT and name not in self.inventory.sealed[tier]:
@@ -179,8 +184,7 @@ class Node:
         if operation is None:
             return None
         self._queue(operation, -1)
-        for tier, lease in operation.leases:
-            self.freed(tier, [self.inventory.ledgers[tier].end_lease(lease)])
+        self.end_leases(operation.leases)
         return operation
 
     def stop(self, operation: Operation) -> None:
@@ -223,11 +227,15 @@ class Node:
             for unit in source.units:
                 lease = ledger.lease(unit.name, until, self.now)
                 if lease is None:
-                    for tier, number in made:
-                        self.freed(tier, [self.inventory.ledgers[tier].end_lease(number)])
+                    self.end_leases(made)
                     return None
                 made.append((source.tier, lease.number))
         return made
+
+    def end_leases(self, leases: Iterable[tuple[Tier, int]]) -> None:
+        """Give rights back, and let go what nothing else kept."""
+        for tier, number in leases:
+            self.freed(tier, [self.inventory.ledgers[tier].end_lease(number)])
 
     def commit(self, operation: Operation, unit: Unit) -> bool:
         """The bytes of a unit are there; False where nothing was to come."""
@@ -277,14 +285,11 @@ class Node:
 
     def freed(self, tier: Tier, entries: Iterable[Entry | None]) -> None:
         """The ledger let these go: so must the driver."""
-        names = []
-        for entry in entries:
-            if entry is not None:
-                assert isinstance(entry.key, bytes)
-                self.inventory.hidden(tier, entry.key)
-                names.append(entry.key)
+        names = tuple(name_in(entry) for entry in entries if entry is not None)
+        for name in names:
+            self.inventory.hidden(tier, name)
         if names:
-            self.free(tier, tuple(names))
+            self.free(tier, names)
 
     def free(self, tier: Tier, names: tuple[bytes, ...]) -> None:
         """Room is free again, which those may wait for that want to save."""

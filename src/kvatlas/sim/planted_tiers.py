@@ -57,8 +57,8 @@ BUGS = (
         "leak",
         f"{_NODE}.close",
         "a read that ended keeps its leases but the first",
-        "for tier, lease in operation.leases:",
-        "for tier, lease in operation.leases[:1]:",
+        "self.end_leases(operation.leases)",
+        "self.end_leases(operation.leases[:1])",
     ),
     Bug(
         "rooms-of-given-up",
@@ -97,8 +97,8 @@ BUGS = (
         "wrong-bytes",
         f"{_ENDS}._saved",
         "a point is sealed though a body before it is missing",
-        "operation.keys, unit.index + 1, OWN_FIRST)",
-        "operation.keys[unit.index :], 1, OWN_FIRST)",
+        "operation.keys, unit.index + 1, node.order)",
+        "operation.keys[unit.index :], 1, node.order)",
     ),
     Bug(
         "unsealed-is-offered",
