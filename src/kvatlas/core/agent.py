@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -200,9 +200,8 @@ class Agent:
     def _fetch(self, event: Fetch) -> None:
         """Load exactly as far as the engine made room for, or not at all."""
         ask, node = event.ask, self._node
-        worker = node.workers.get(ask.worker)
+        worker = node.worker(ask.worker)
         if worker is None:
-            node.counts["unknown_worker"] += 1
             return
         position, rest = divmod(event.tokens, worker.sizes.grid_tokens)
         if node.operations.load_of(ask.worker, ask.request) is not None:
@@ -250,10 +249,12 @@ class Agent:
         """What somebody asks of this node, beyond serving its engines."""
         node = self._node
         match event:
-            case Pull():
-                self._copy_up(event)
-            case Push():
-                self._copy_out(event)
+            case Pull(worker, keys, tenant):
+                for source in self._held_of(worker, keys, node.order):
+                    self._ends.promote(source, tenant, keys)
+            case Push(worker, keys, tier, tenant):
+                for source in self._held_of(worker, keys, OWN):
+                    self._ends.write(source, tier, tenant)
             case Keep(owner, keys, until):
                 names = (name_of(key, part) for key in keys for part in Part)
                 self._lease_all(owner, names, until, node.inventory.ledgers)
@@ -297,28 +298,15 @@ class Agent:
                 quotas[tenant] = size_bytes
             ledger.limits = msgspec.structs.replace(ledger.limits, quotas=quotas)
 
-    def _copy_up(self, event: Pull) -> None:
-        """Bring up to dram what a load of this prompt would have to fetch from further away."""
-        worker = self._node.workers.get(event.worker)
+    def _held_of(
+        self, name: str, keys: tuple[bytes, ...], order: Sequence[Tier]
+    ) -> tuple[Source, ...]:
+        """What an engine could load of a prompt that it has nothing of."""
+        worker = self._node.worker(name)
         if worker is None:
-            self._node.counts["unknown_worker"] += 1
-            return
-        reach = self._node.inventory.reach(event.keys, 0, worker.sizes, self._node.order)
-        if reach.positions:
-            for source in reach.sources(reach.positions[-1]):
-                self._ends.promote(source, event.tenant, event.keys)
-
-    def _copy_out(self, event: Push) -> None:
-        """Write to a shared tier what is held here of a prompt, up to its last position."""
-        node = self._node
-        worker = node.workers.get(event.worker)
-        if worker is None:
-            node.counts["unknown_worker"] += 1
-            return
-        reach = node.inventory.reach(event.keys, 0, worker.sizes, OWN)
-        if reach.positions:
-            for source in reach.sources(reach.positions[-1]):
-                self._ends.write(source, event.tier, event.tenant)
+            return ()
+        reach = self._node.inventory.reach(keys, 0, worker.sizes, order)
+        return reach.sources(reach.positions[-1]) if reach.positions else ()
 
     # -- the whole ------------------------------------------------------------------------------
 

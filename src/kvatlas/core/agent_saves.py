@@ -65,9 +65,8 @@ class Saves:
     def filled(self, event: Filled) -> None:
         """An engine has more of a prompt: wish for what is worth it."""
         node = self._node
-        worker = node.workers.get(event.worker)
+        worker = node.worker(event.worker)
         if worker is None:
-            node.counts["unknown_worker"] += 1
             return
         if len(event.keys) > node.config.units_max:
             node.counts["save_too_long"] += 1
@@ -80,7 +79,8 @@ class Saves:
         new = self._new(keys, points, worker)
         if not new:
             return
-        if not self._worth(new):
+        value_s, size_bytes = _value_s(new), sum(unit.size_bytes for unit in new)
+        if not node.pays(self._tier(size_bytes), value_s, size_bytes):
             node.counts["save_not_worth"] += 1
             return
         self.put(
@@ -91,7 +91,7 @@ class Saves:
                 tenant=event.tenant,
                 keys=keys,
                 points=points,
-                value_s=_value_s(new),
+                value_s=value_s,
                 until=node.now + node.config.queue_s,
             )
         )
@@ -108,8 +108,7 @@ class Saves:
             )
             points &= {tokens // grid for tokens in wanted}
         held = self._node.inventory.held
-        names = (name_of(key, Part.BODY) for key in event.keys)
-        whole = sum(1 for _ in itertools.takewhile(held, names))  # bodies without a hole
+        whole = self._held_blocks(event.keys)
         return tuple(
             p
             for p in sorted(points)
@@ -122,13 +121,16 @@ class Saves:
         name = (event.worker, event.request)
         tokens = self.left_at.get(name)
         if tokens is None:
-            held = self._node.inventory.held
-            have = itertools.takewhile(lambda k: held(name_of(k, Part.BODY)), event.keys)
-            tokens = sum(1 for _ in have) * grid
+            tokens = self._held_blocks(event.keys) * grid
             self.left_at[name] = tokens
             if len(self.left_at) > _REQUESTS_MAX:
                 self.left_at.popitem(last=False)
         return (tokens,) if tokens > event.resumed_tokens else ()
+
+    def _held_blocks(self, keys: Iterable[bytes]) -> int:
+        """Bodies from the start of a prompt on, without a hole."""
+        names = (name_of(key, Part.BODY) for key in keys)
+        return sum(1 for _ in itertools.takewhile(self._node.inventory.held, names))
 
     def _new(
         self, keys: Sequence[bytes], points: Sequence[int], worker: Worker
@@ -152,10 +154,6 @@ class Saves:
                 units[unit] = facts_of(unit, keys, value_s)
             before = point
         return units
-
-    def _worth(self, units: dict[Unit, Facts]) -> bool:
-        size_bytes = sum(unit.size_bytes for unit in units)
-        return self._node.pays(self._tier(size_bytes), _value_s(units), size_bytes)
 
     def _tier(self, size_bytes: int) -> Tier:
         """Where to: the nearest tier that is large enough for it at all."""
