@@ -12,55 +12,12 @@ import random
 import sys
 
 import msgspec
-import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-)
 from vllm.v1.request import Request
-
-
-def _window(block, window):
-    return SlidingWindowMLASpec(
-        block_size=block,
-        num_kv_heads=1,
-        head_size=64,
-        dtype=torch.float32,
-        sliding_window=window,
-    )
-
-
-def _manager(blocks, draft, retention, chunk):
-    chain = MLAAttentionSpec(block_size=256, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    groups = [
-        KVCacheGroupSpec(["swa0"], _window(64, 128)),
-        KVCacheGroupSpec(["swa1"], _window(64, 128), is_eagle_group=draft),
-        KVCacheGroupSpec(["chain"], chain),
-        KVCacheGroupSpec(["c4"], _window(4, 8)),
-        KVCacheGroupSpec(["c128"], _window(8, 128)),
-    ]
-    config = KVCacheConfig(
-        num_blocks=blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=groups,
-        prefix_cache_retention_interval=retention,
-    )
-    return KVCacheManager(
-        config,
-        max_model_len=16384,
-        scheduler_block_size=256,
-        hash_block_size=4,
-        max_in_flight_tokens=chunk,
-        use_eagle=draft,
-        enable_kv_cache_events=True,
-    )
+from vllm_manager import manager
 
 
 class Run:
@@ -144,8 +101,8 @@ def _random(run, requests):
 def main():
     for wish in json.load(sys.stdin):
         draw = random.Random(wish["seed"])
-        manager = _manager(wish["blocks"], wish["draft"], wish["retention"], wish["chunk"])
-        run = Run(manager, draw, wish["chunk"])
+        whole = manager(wish["blocks"], wish["chunk"], wish["retention"], wish["draft"])
+        run = Run(whole, draw, wish["chunk"])
         for length in wish["lengths"]:
             prompt = [draw.randrange(50) for _ in range(length)]
             for more in (0, 0, 700):

@@ -10,54 +10,12 @@ import json
 import sys
 
 import msgspec
-import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-)
 from vllm.v1.request import Request
-
-
-def _window(block, window):
-    return SlidingWindowMLASpec(
-        block_size=block,
-        num_kv_heads=1,
-        head_size=64,
-        dtype=torch.float32,
-        sliding_window=window,
-    )
-
-
-def _manager(wish):
-    chain = MLAAttentionSpec(block_size=256, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    groups = [
-        KVCacheGroupSpec(["swa0"], _window(64, 128)),
-        KVCacheGroupSpec(["swa1"], _window(64, 128)),
-        KVCacheGroupSpec(["chain"], chain),
-        KVCacheGroupSpec(["c4"], _window(4, 8)),
-        KVCacheGroupSpec(["c128"], _window(8, 128)),
-    ]
-    config = KVCacheConfig(
-        num_blocks=wish["blocks"] + 1,  # one is vLLM's null block
-        kv_cache_tensors=[],
-        kv_cache_groups=groups,
-        prefix_cache_retention_interval=wish["retention"],
-    )
-    return KVCacheManager(
-        config,
-        max_model_len=16384,
-        scheduler_block_size=256,
-        hash_block_size=4,
-        max_in_flight_tokens=wish["chunk"],
-        enable_kv_cache_events=True,
-    )
+from vllm_manager import manager
 
 
 class Life:
@@ -65,7 +23,8 @@ class Life:
 
     def __init__(self, wish):
         init_none_hash(sha256)
-        self.manager = _manager(wish)
+        blocks = wish["blocks"] + 1  # one is vLLM's null block
+        self.manager = manager(blocks, wish["chunk"], wish["retention"])
         self.chunk = wish["chunk"]
         hasher = get_request_block_hasher(4, sha256)
         self.requests = [
