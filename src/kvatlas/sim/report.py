@@ -175,7 +175,6 @@ class Recorder:
         self._admitted: dict[str, dict[str, tuple[int, int]]] = {}
         self._below: dict[str, dict[Tier, int]] = {}  # the loaded ones by tier, where tiers are
         self._engines: dict[str, _EngineCounts] = {}
-        self._specs: dict[str, SimEngine] = {}
         self._fallbacks: Counter[str] = Counter()
         self._times: dict[str, StepTime] = {}
 
@@ -196,7 +195,8 @@ class Recorder:
             side = engine.outside
             if admitted.loaded_tokens and isinstance(side, TierSide):
                 self._below[arrive.id] = side.loaded_from(arrive.id)
-            self._specs[engine.name] = engine
+            if engine.name not in self._times:
+                self._times[engine.name] = StepTime(engine.spec, engine.layout)
             self._waited_s += waited_s
 
     def published(self, engine: SimEngine, batch: Batch) -> None:
@@ -256,10 +256,7 @@ class Recorder:
             self._hits[tier] += tokens
         self._hits[Tier.HBM] += cached - sum(below.values())
         self._recomputed += prompt - cached
-        time = self._times.get(name)
-        if time is None:
-            engine = self._specs[name]
-            time = self._times[name] = StepTime(engine.spec, engine.layout)
+        time = self._times[name]
         rest_s = time.seconds([(cached, prompt)])
         self._recomputed_s += rest_s
         self._reused_s += time.seconds([(0, prompt)]) - rest_s if cached else 0.0
