@@ -192,6 +192,7 @@ def test_token_ids_share_as_far_as_they_agree(tmp_path: Path) -> None:
         (ids_line(2, [-1]), "unsigned"),
         (ids_line(2, [1 << 40]), "greater than maximum"),
         (ids_line(2, []), "at least one token"),
+        (ids_line(10**400, [1]), "too large"),
         (ids_line(0, [1]), "sort the trace first"),
     ],
 )
@@ -239,6 +240,7 @@ def test_request_logs_become_blocks_without_content(tmp_path: Path) -> None:
         ('{"timestamp": 3, "prompt": " "}', "at least one token"),
         ("[3]", "Expected `object`"),
         ('{"timestamp": NaN, "prompt": "a"}', "malformed"),
+        (f'{{"timestamp": {10**400}, "prompt": "a"}}', "too large"),
     ],
 )
 def test_request_log_faults(tmp_path: Path, bad: str, reason: str) -> None:
@@ -281,6 +283,21 @@ def test_sorting_is_offered(tmp_path: Path) -> None:
     ]  # fmt: skip
     log = text(tmp_path / "l.jsonl", *(f'{{"ts": {t}, "prompt": "a"}}' for t in (9, 7)))
     assert [r.arrival_s for r in open_trace(log, tokenize=words, sort=True)] == [0, 2]
+
+
+def test_sorting_refuses_what_no_request_can_be_as_reading_does(tmp_path: Path) -> None:
+    good = encode(TraceRequest(0, 5.0, 16, 1, (1,))).decode().strip()
+    bad = {
+        good.replace("16", f"{10**30}"): "believed of no request",
+        good.replace("[1]", f"[{1 << 70}]"): "hash_ids must be below",
+        good.replace("[1]", "[1,2]"): "2 hash_ids, but input_length 16",
+        good.replace("5000", "1e300"): "timestamp 1e.300 ms is none",
+    }
+    for line, reason in bad.items():
+        path = text(tmp_path / "t.jsonl", good, line)
+        for sort in (False, True):
+            with pytest.raises(TraceError, match=rf"t\.jsonl:2: .*{reason}"):
+                list(open_trace(path, block_tokens=16, sort=sort))
 
 
 def test_sorting_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,8 +133,8 @@ def open_trace(
     size = reader.block_tokens_of(path, options)
 
     def read() -> Iterator[TraceRequest]:
-        rows = reader.read(path, size, options)
-        return _checked(path, _sorted(path, rows) if sort else rows, size)
+        rows = _sound(path, reader.read(path, size, options), size)
+        return _ordered(path, _sorted(path, rows) if sort else rows)
 
     return Trace(str(path), reader.NAME, size, read)
 
@@ -158,8 +158,6 @@ def _sorted(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
         size_bytes += len(packed) + 100  # 100: the entry itself
         if size_bytes > SORT_BYTES_MAX:
             raise fault(path, row.line, f"more than {SORT_BYTES_MAX} bytes to sort: split it")
-        if not math.isfinite(row.arrival_s):
-            raise fault(path, row.line, f"timestamp {row.arrival_s:g} is none")
         kept.append((row.arrival_s, packed))
     kept.sort(key=itemgetter(0))
     shift_s = max(0.0, -kept[0][0]) if kept else 0.0
@@ -168,12 +166,20 @@ def _sorted(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
         yield msgspec.structs.replace(row, arrival_s=row.arrival_s + shift_s) if shift_s else row
 
 
-def _checked(path: Path, rows: Iterator[Row], block_tokens: int) -> Iterator[TraceRequest]:
-    last_s = 0.0
-    for index, row in enumerate(rows):
-        reason = _contradiction(row, last_s, block_tokens)
+def _sound(path: Path, rows: Iterator[Row], block_tokens: int) -> Iterator[Row]:
+    """The rows that are possible by themselves; the first that is not ends it."""
+    for row in rows:
+        reason = _contradiction(row, block_tokens)
         if reason:
             raise fault(path, row.line, reason)
+        yield row
+
+
+def _ordered(path: Path, rows: Iterator[Row]) -> Iterator[TraceRequest]:
+    last_s = 0.0
+    for index, row in enumerate(rows):
+        if not last_s <= row.arrival_s <= ARRIVAL_MAX_S:
+            raise fault(path, row.line, _disorder(row.arrival_s, last_s))
         last_s = row.arrival_s
         yield TraceRequest(
             index,
@@ -187,20 +193,25 @@ def _checked(path: Path, rows: Iterator[Row], block_tokens: int) -> Iterator[Tra
         )
 
 
-def _contradiction(row: Row, last_s: float, block_tokens: int) -> str:
-    """What is wrong with a row; "" where nothing is."""
-    if not math.isfinite(row.arrival_s) or row.arrival_s > ARRIVAL_MAX_S:
+def _disorder(arrival_s: float, last_s: float) -> str:
+    """Why a request cannot arrive then."""
+    if arrival_s > ARRIVAL_MAX_S:
+        return f"timestamp {arrival_s * 1000:g} ms is none"
+    if arrival_s < 0:
+        return (
+            f"timestamp {arrival_s * 1000:g} is negative, or before the first one: "
+            "sort the trace first (--sort)"
+        )
+    return (
+        f"timestamp {arrival_s * 1000:g} comes after {last_s * 1000:g}: "
+        "sort the trace first (--sort)"
+    )
+
+
+def _contradiction(row: Row, block_tokens: int) -> str:
+    """What is wrong with a row by itself; "" where nothing is."""
+    if not math.isfinite(row.arrival_s):
         return f"timestamp {row.arrival_s * 1000:g} ms is none"
-    if row.arrival_s < 0:
-        return (
-            f"timestamp {row.arrival_s * 1000:g} is negative, or before the first one: "
-            "sort the trace first (--sort)"
-        )
-    if row.arrival_s < last_s:
-        return (
-            f"timestamp {row.arrival_s * 1000:g} comes after {last_s * 1000:g}: "
-            "sort the trace first (--sort)"
-        )
     if row.input_tokens < 1:
         return f"input_length {row.input_tokens}: at least one token is needed"
     if row.output_tokens < 0:

@@ -57,7 +57,7 @@ def read(path: Path, block_tokens: int, options: Options) -> Iterator[Row]:
             api_path, body = _request(entry)
             prompts = options.tokenize(api_path, body)
             output_tokens = _output_tokens(entry, body, options.tokenize)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, OverflowError) as error:
             raise fault(path, number, str(error)) from error
         start_s = at_s if start_s is None else start_s
         scope = hashed.name(_text(entry, "tenant") or _text(entry, "scope"))

@@ -46,6 +46,7 @@ def read(path: Path, block_tokens: int, options: Options) -> Iterator[Row]:
         try:
             raw = decode(line)
             tokens = array("I", raw.input_tok_ids)
+            arrival_s = raw.arrival_time_ns / 1e9
         except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError) as error:
             raise fault(path, number, str(error)) from error
         if raw.input_toks not in (None, len(tokens)):
@@ -53,7 +54,6 @@ def read(path: Path, block_tokens: int, options: Options) -> Iterator[Row]:
         if sys.byteorder == "big":
             tokens.byteswap()
         ids = hashed.ids(tokens.tobytes())
-        arrival_s = raw.arrival_time_ns / 1e9
         yield Row(number, arrival_s, len(tokens), raw.output_toks, ids, str(raw.session_id))
 
 
