@@ -9,13 +9,11 @@ tokens that block belongs: where the directory cannot tell it promises less.
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
 from array import array
-from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_kit import told_by_vllm
 
 from kvatlas.core.directory import Directory
 from kvatlas.core.keys import Keyring
@@ -25,8 +23,6 @@ from kvatlas.service.wire import Decoder
 
 pytestmark = pytest.mark.engine
 
-_REPO = Path(__file__).resolve().parents[2]
-_PYTHON = _REPO / ".venv-vllm" / "bin" / "python"
 W1, FP = Publisher("w1"), b"f" * 32
 
 
@@ -45,8 +41,6 @@ Steps = list[tuple[list[int], int, str]]
 
 
 def asked(wishes: list[dict[str, Any]]) -> list[Steps]:
-    if not _PYTHON.exists():
-        pytest.skip("vLLM is not installed: no .venv-vllm beside the sources")
     base: dict[str, Any] = {
         "seed": 0,
         "requests": 0,
@@ -55,17 +49,7 @@ def asked(wishes: list[dict[str, Any]]) -> list[Steps]:
         "chunk": 2048,
     }
     base["lengths"] = []
-    child = subprocess.run(
-        [str(_PYTHON), str(Path(__file__).with_name("vllm_cache_child.py"))],
-        input=json.dumps([base | wish for wish in wishes]),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-2000:]
-    lines = child.stdout.splitlines()[-len(wishes) :]
-    return [json.loads(line) for line in lines]
+    return told_by_vllm("vllm_cache_child.py", [base | wish for wish in wishes], len(wishes))
 
 
 def compared(steps: Steps, draft: bool) -> list[tuple[int, int, int]]:

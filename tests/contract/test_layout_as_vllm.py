@@ -7,20 +7,15 @@ weigh: the directory tells groups apart by exactly that.
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-from pathlib import Path
 
 import pytest
+from vllm_kit import told_by_vllm
 
 from kvatlas.core.families import layout_from_config
 from kvatlas.core.layout import Layout
 from kvatlas.workload.models import load_config
 
 pytestmark = pytest.mark.engine
-
-_REPO = Path(__file__).resolve().parents[2]
-_PYTHON = _REPO / ".venv-vllm" / "bin" / "python"
 
 _FLASH = load_config("deepseek-v4-flash")
 _V4 = {
@@ -76,19 +71,8 @@ def _cases() -> tuple[dict[str, object], dict[str, Layout]]:
 
 
 def test_groups_are_vllms() -> None:
-    if not _PYTHON.exists():
-        pytest.skip("vLLM is not installed: no .venv-vllm beside the sources")
     asked, ours = _cases()
-    child = subprocess.run(
-        [str(_PYTHON), str(Path(__file__).with_name("vllm_groups_child.py"))],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-2000:]
-    theirs = json.loads(child.stdout.splitlines()[-1])
+    (theirs,) = told_by_vllm("vllm_groups_child.py", asked, 1)
     assert theirs.keys() == ours.keys()
     for name, layout in ours.items():
         identities = [

@@ -3,14 +3,12 @@ blocks found, announced and evicted, in the shape of DeepSeek V4's groups."""
 
 from __future__ import annotations
 
-import json
 import random
 import struct
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_kit import told_by_vllm
 
 from kvatlas.core.events import BlockRemoved, BlockStored, Event
 from kvatlas.core.layout import Group, Layout
@@ -20,8 +18,6 @@ from kvatlas.workload.pool import Pool
 
 pytestmark = pytest.mark.engine
 
-_REPO = Path(__file__).resolve().parents[2]
-_PYTHON = _REPO / ".venv-vllm" / "bin" / "python"
 _KIND = "sliding_window_mla"
 V4 = Layout(
     "v4",
@@ -111,18 +107,7 @@ def script(seed: int) -> dict[str, Any]:
 
 
 def theirs(wishes: list[dict[str, Any]]) -> list[list[list[Any]]]:
-    if not _PYTHON.exists():
-        pytest.skip("vLLM is not installed: no .venv-vllm beside the sources")
-    child = subprocess.run(
-        [str(_PYTHON), str(Path(__file__).with_name("vllm_loads_child.py"))],
-        input=json.dumps(wishes),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-2000:]
-    return [json.loads(line) for line in child.stdout.splitlines()[-len(wishes) :]]
+    return told_by_vllm("vllm_loads_child.py", wishes, len(wishes))
 
 
 def named(event: Event, names: dict[int, int]) -> tuple[Any, ...]:
