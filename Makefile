@@ -3,14 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup demo demo-scale test test-long engines lint format types contracts bench docs clean
+.PHONY: help setup demo demo-scale test test-long engines lint format types contracts bench proof-router docs clean
 
 help:        ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 14
 
 setup: .venv/.done  ## .venv with kvatlas and what its development needs
 
-.venv/.done: pyproject.toml setup.py $(wildcard src/kvatlas/core/*.cpp)
+.venv/.done: pyproject.toml setup.py $(wildcard src/kvatlas/*/*.cpp src/kvatlas/*/*.h)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing kvatlas into .venv ..."
 	@$(BIN)/pip install -q -e '.[dev]'
@@ -36,11 +36,11 @@ types: setup  ## mypy, strict
 contracts: setup  ## who may import whom
 	@$(BIN)/lint-imports
 
-engines: setup  ## vLLM and SGLang for CPU, each in its own .venv-*; stores
-	@$(BIN)/python tests/engines/install.py vllm nixl sglang stores
+engines: setup  ## vLLM and SGLang for CPU, each in its own .venv-*; stores, Envoy
+	@$(BIN)/python tests/engines/install.py vllm nixl sglang stores envoy
 
 test: lint types contracts  ## all checks: then the tests, then the tests on real engines
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n 2 --dist loadfile
 	@$(MAKE) --no-print-directory engines
 	@$(BIN)/pytest -m 'engine and not long'
 
@@ -49,6 +49,9 @@ test-long: engines  ## what takes too long for every change
 
 bench: setup  ## the figures of docs/benchmarks.md, as ratios in one run
 	@$(BIN)/python -m benchmarks
+
+proof-router: setup  ## policies × families in the simulator, into benchmarks/results/router.json
+	@$(BIN)/python -m benchmarks router
 
 docs: setup  ## the documentation, into site/
 	@$(BIN)/pip install -q -e '.[docs]'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,16 +25,18 @@ for pin in sys.argv[1:]:
 """
 
 
-def peer_python(*pins: str) -> Path:
+def peer_python(*pins: str, alone: Sequence[str] = ()) -> Path:
     """The interpreter of ``.venv-peers`` with all ``pins`` ("name" or "name==version") installed.
 
-    Made and filled on first use; nothing of it is ever imported by kvatlas itself.
+    ``alone``: pins that are installed without what they ask for. Made and filled on first use;
+    nothing of it is ever imported by kvatlas itself.
     Raises subprocess.CalledProcessError when a pin cannot be installed.
     """
     python = VENV / "bin" / "python"
     if not python.exists():
         venv.create(VENV, with_pip=True)
-    if subprocess.run([python, "-c", _CHECK, *pins], check=False).returncode:
-        print(f"installing {', '.join(pins)} into {VENV.name} ...", file=sys.stderr)
-        subprocess.run([python, "-m", "pip", "install", "-q", *pins], check=True)
+    for some, options in ((pins, ()), (alone, ("--no-deps",))):
+        if subprocess.run([python, "-c", _CHECK, *some], check=False).returncode:
+            print(f"installing {', '.join(some)} into {VENV.name} ...", file=sys.stderr)
+            subprocess.run([python, "-m", "pip", "install", "-q", *options, *some], check=True)
     return python

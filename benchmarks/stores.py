@@ -86,7 +86,7 @@ def _measure(of: dict[str, _Act], size: int) -> dict[str, Any]:
 
 def _print(figures: dict[str, Any]) -> None:
     table = Table(title=f"{COUNT} values at a time, median of {ROUNDS} rounds")
-    for head in ("what", "GB/s", "kvatlas / other", "processor ms per GB, this side"):
+    for head in ("what", "GB/s", "kvatlas / other", "processor ms per GB, this process"):
         table.add_column(head)
     for what, found in figures.items():
         if isinstance(found, str):
@@ -270,12 +270,18 @@ def _mooncake(
     if not mooncake_package():
         yield None
         return
+    from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415
+
     rig = MooncakeRig(scratch, segment_bytes=512 << 20)
     settings = mooncake.Settings(master=f"127.0.0.1:{rig.port}", deadline_s=60)
-    store = mooncake.MooncakeStore(settings, [arena._slots])
+    store = mooncake.MooncakeStore(settings, arena)
     finished(store.write, _pieces(arena, size, 0))
-    client = store._client
-    base = ctypes.addressof(ctypes.c_char.from_buffer(arena._slots))
+    client = MooncakeDistributedStore()
+    master = (settings.protocol, settings.devices, settings.master)
+    if client.setup(settings.hostname, settings.metadata, 0, settings.buffer_bytes, *master):
+        raise SystemExit("Mooncake's own client did not connect")
+    base = ctypes.addressof(ctypes.c_char.from_buffer(arena.memory))
+    client.register_buffer(base, arena.size_bytes)
     keys = [f"alone-{n}" for n in range(COUNT)]
     sources = [base + (n << 20) for n in range(COUNT)]
     targets = [base + ((COUNT + n) << 20) for n in range(COUNT)]

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 
+from kvatlas.core.admission import Rules
+from kvatlas.core.ahead_copies import Params as AheadParams
+from kvatlas.core.router import Policy
+from kvatlas.core.transports import Transport
 from kvatlas.errors import ConfigError
 
 T = TypeVar("T")
+DAY_S = 86_400.0
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400.0)]
+BytesPerSecond = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=DAY_S)]
+SecondsOrNone = Annotated[float, msgspec.Meta(ge=0, le=DAY_S)]  # 0: none
+
+Role = Literal["combined", "prefill", "decode"]
+PairingProtocol = Literal["nixl", "mooncake", "sglang"]
+
+_PORT_MAX = 65_535
+_AGENTS_MIN = 2  # for copies between their nodes
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+_HTTP = r"http://[^/\s?#@]+(/[^\s?#]*)?"
+_SIZE = re.compile(r"(\d{1,19}(?:\.\d+)?)\s*([KMGTP]?B?)", re.IGNORECASE)
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,7 +50,19 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     connect_timeout_s: Seconds = 2.0
     # Silence from an engine for this long ends a request: above any real prefill queue.
     engine_idle_timeout_s: Seconds = 600.0
+    # The prefill half of a pair answers nothing until it is done; then one engine does it all.
+    prefill_timeout_s: Seconds = 120.0
     drain_timeout_s: Seconds = 30.0
+    # Of a request that does not name its own by header. 0: none.
+    ttft_slo_s: SecondsOrNone = 0.0
+    deadline_s: SecondsOrNone = 0.0
+
+
+class PickerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where Envoy and other gateways ask which engine gets a request; ``listen`` "" for nowhere."""
+
+    listen: str = ""  # HOST:PORT
+    max_streams: Positive = 4096  # requests under way; each has a stream of its own
 
 
 class KeysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,10 +72,14 @@ class KeysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``policy``: price (kvatlas), round_robin and least_load (the baselines)."""
+    """``policy``: price (kvatlas); the others are baselines, and rules of other routers."""
 
-    policy: Literal["price", "round_robin", "least_load"] = "price"
+    policy: Policy = "price"
     prefill_tokens_per_s: Rate = 8000.0  # only until the first requests were measured
+    device: str = ""  # instead: a profile by name, of ours or of ``device_file``
+    device_file: str = ""
+    devices: Positive = 1
+    precision: str = "bf16"
     decision_log: str = ""  # JSONL path; "" keeps the last decisions in memory only
     explain_max: Positive = 4096
     recording: str = ""  # a new file for `kvatlas validate replay`; it holds token ids
@@ -82,6 +116,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is one higher than the one before. With "auto" the engine tells. ``draft`` and
     ``tensor_parallel`` are for engines that do not tell them (0: not said), and ``device`` is what
     its kernels run on, as ``kvatlas validate exactness`` names it ("cpu AVX512").
+
+    ``draining``: it gets no new requests; those that it has end.
+
+    ``role``: what it does of a request, all of it or one half. Halves meet by ``pairing``, the
+    protocol of their engines; ``bootstrap`` is where the prefill half says where it can be met.
+    ``transport``: what its hand-offs should go over; "any" for whatever the engines find.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -95,28 +135,52 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft: bool = False
     tensor_parallel: Count = 0
     device: str = ""
+    role: Role = "combined"
+    pairing: PairingProtocol = "nixl"
+    bootstrap: str = ""
+    transport: Transport = "any"
     dp_ranks: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    draining: bool = False
+
+
+class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The agent of a node (``kvatlas agent --listen``): it carries ``workers``, the engines of its
+    node, further. ``store`` names the object tier that it reads: agents with the same name share
+    one; "" for none."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    url: str
+    workers: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    store: str = ""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
     worker: tuple[WorkerConfig, ...]
+    agent: tuple[AgentConfig, ...] = ()
     gateway: GatewayConfig = GatewayConfig()
+    picker: PickerConfig = PickerConfig()
     keys: KeysConfig = KeysConfig()
     router: RouterConfig = RouterConfig()
+    admission: Rules = Rules()
     directory: DirectoryConfig = DirectoryConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
+    ahead: AheadParams = AheadParams()
 
 
 _TABLES: dict[str, type[msgspec.Struct]] = {
     "": Config,
     "worker": WorkerConfig,
+    "agent": AgentConfig,
     "gateway": GatewayConfig,
+    "picker": PickerConfig,
     "keys": KeysConfig,
     "router": RouterConfig,
+    "admission": Rules,
     "directory": DirectoryConfig,
     "tokenizer": TokenizerConfig,
+    "ahead": AheadParams,
 }
 
 
@@ -146,7 +210,7 @@ def read(path: Path, type: type[T], tables: Mapping[str, type[msgspec.Struct]]) 
     name.
     """
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     try:
@@ -167,26 +231,105 @@ def _check(path: Path, text: str, config: Config) -> None:
     if not config.worker:
         line = line_of(text, "worker")
         raise ConfigError(f"{path}:{line}: no [[worker]]: name at least one engine")
-    seen: set[str] = set()
+    kinds: dict[str, str] = {}
     for index, worker in enumerate(config.worker):
-        if worker.name in seen:
-            line = line_of(text, f"worker[{index}].name")
-            raise ConfigError(
-                f"{path}:{line}: two workers are named {worker.name!r}: names must differ"
-            )
-        seen.add(worker.name)
-        if not re.fullmatch(r'[!"$-~]+', worker.name):
-            line = line_of(text, f"worker[{index}].name")
-            raise ConfigError(
-                f"{path}:{line}: worker {worker.name!r}: a name goes into headers and metrics: "
-                "use printable ASCII without spaces and without '#'"
-            )
-        if not re.fullmatch(r"http://[^/\s?#@]+(/[^\s?#]*)?", worker.url):
-            line = line_of(text, f"worker[{index}].url")
-            raise ConfigError(
-                f"{path}:{line}: worker {worker.name!r}: {worker.url!r} is not of the form "
-                "http://host:port"
-            )
+        _check_name(path, text, f"worker[{index}]", worker, kinds)
+        _check_half(path, text, index, worker, config.worker)
+    for index, agent in enumerate(config.agent):
+        _check_name(path, text, f"agent[{index}]", agent, kinds)
+    if config.ahead.on and (len(config.agent) < _AGENTS_MIN or not config.keys.secret_file):
+        raise ConfigError(
+            f"{path}:{line_of(text, 'ahead')}: ahead: copies go from one node's agent to another's:"
+            " name at least two [[agent]], and keys.secret_file, which they share with us"
+        )
+    if config.picker.listen:
+        _check_picker(path, text, config)
+    node_of: dict[str, str] = {}
+    for index, agent in enumerate(config.agent):
+        at = f"{path}:{line_of(text, f'agent[{index}].workers')}: agent {agent.name!r}"
+        for name in agent.workers:
+            if kinds.get(name) != "worker":
+                raise ConfigError(f"{at}: there is no worker {name!r}")
+            if name in node_of:
+                raise ConfigError(
+                    f"{at}: {name!r} is listed for {node_of[name]!r} already: an engine runs on "
+                    "one node"
+                )
+            node_of[name] = agent.name
+
+
+def _check_picker(path: Path, text: str, config: Config) -> None:
+    """What is picked is told as ip:port, and the proxy sends the path as the client wrote it."""
+    listen = config.picker.listen
+    port = re.fullmatch(r"(?:[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})", listen)
+    if not port or int(port[1]) > _PORT_MAX:
+        line = line_of(text, "picker.listen")
+        raise ConfigError(f"{path}:{line}: picker.listen: {listen!r} is not of the form HOST:PORT")
+    for index, worker in enumerate(config.worker):
+        parts = urlsplit(worker.url)
+        try:
+            ipaddress.ip_address(parts.hostname or "")
+        except ValueError:
+            fault = "a proxy that asks the endpoint picker needs an IP address in it"
+        else:
+            fault = "a proxy that asks the endpoint picker cannot add its path"
+            if not parts.path.strip("/"):
+                continue
+        line = line_of(text, f"worker[{index}].url")
+        raise ConfigError(f"{path}:{line}: worker {worker.name!r}: {worker.url!r}: {fault}")
+
+
+def _check_name(
+    path: Path, text: str, place: str, one: WorkerConfig | AgentConfig, kinds: dict[str, str]
+) -> None:
+    """Of a worker or an agent; ``kinds``: of those before it, by name."""
+    kind = place.partition("[")[0]
+    at = f"{path}:{line_of(text, f'{place}.name')}"
+    if one.name in kinds:
+        both = f"two {kind}s" if kinds[one.name] == kind else "a worker and an agent"
+        raise ConfigError(f"{at}: {both} are named {one.name!r}: names must differ")
+    kinds[one.name] = kind
+    if not re.fullmatch(r'[!"$-~]+', one.name):
+        raise ConfigError(
+            f"{at}: {kind} {one.name!r}: a name goes into headers and metrics: "
+            "use printable ASCII without spaces and without '#'"
+        )
+    if not re.fullmatch(_HTTP, one.url):
+        raise ConfigError(
+            f"{path}:{line_of(text, f'{place}.url')}: {kind} {one.name!r}: {one.url!r} is not of "
+            "the form http://host:port"
+        )
+
+
+_OTHER_HALF = {"prefill": "decode", "decode": "prefill"}
+
+
+def _check_half(
+    path: Path, text: str, index: int, one: WorkerConfig, all_: tuple[WorkerConfig, ...]
+) -> None:
+    """Half of a pair needs another half, and most protocols a place to meet."""
+    place = f"worker[{index}]"
+    if one.transport != "any" and one.role == "combined":
+        raise ConfigError(
+            f"{path}:{line_of(text, f'{place}.transport')}: worker {one.name!r} hands nothing over:"
+            " transport is for the roles prefill and decode"
+        )
+    other = _OTHER_HALF.get(one.role, "")
+    if other and not any(w.role == other and w.pairing == one.pairing for w in all_):
+        raise ConfigError(
+            f"{path}:{line_of(text, f'{place}.role')}: worker {one.name!r} has the role "
+            f"{one.role!r}, and no worker with pairing {one.pairing!r} has the role {other!r}"
+        )
+    meets = one.role == "prefill" and one.pairing != "nixl"
+    if meets != bool(one.bootstrap) or (meets and not re.fullmatch(_HTTP, one.bootstrap)):
+        need = (
+            'needs bootstrap = "http://host:port" of its bootstrap server'
+            if meets
+            else "has a bootstrap address, which only a prefill half with pairing mooncake or "
+            "sglang uses"
+        )
+        at = f"{path}:{line_of(text, f'{place}.bootstrap')}"
+        raise ConfigError(f"{at}: worker {one.name!r} {need}")
 
 
 def _explain(
@@ -195,6 +338,10 @@ def _explain(
     """The line that a msgspec message speaks of, and the message in the file's own words."""
     found = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", message, re.DOTALL)
     fault, place = (found[1], found[2] or "") if found else (message, "")
+    if fault.startswith("Invalid enum value"):
+        table, _, key = place.rpartition(".")
+        hints = get_type_hints(tables[re.sub(r"\[\d+\]", "", table)])
+        fault = f"{fault}: use one of {', '.join(get_args(hints[key]))}"
     unknown = re.search(r"unknown field `(.+)`", fault)
     if not unknown:
         return line_of(text, place), f"{place}: {fault}" if place else fault
@@ -226,3 +373,13 @@ def line_of(text: str, place: str) -> int:
     while place and place not in lines:
         place = place[: max(place.rfind("."), place.rfind("["), 0)]
     return lines.get(place, 1)
+
+
+def size_bytes(text: str) -> int:
+    """``1.5TB`` in bytes, decimal. Raises ConfigError where it is no size above zero."""
+    match = _SIZE.fullmatch(text.strip())
+    unit = match.group(2).upper() if match else ""
+    unit = unit if unit.endswith("B") or not unit else unit + "B"
+    if match is None or unit == "B" or (size := round(float(match.group(1)) * _UNITS[unit])) < 1:
+        raise ConfigError(f"{text!r} is no size: write 64GB, 1.5TB or bytes")
+    return size

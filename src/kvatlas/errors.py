@@ -29,12 +29,15 @@ class RequestError(KvatlasError):
         status: int = 400,
         code: str = "invalid_request_error",
         param: str | None = None,
+        retry_after_s: int = 0,
     ) -> None:
-        """``param`` names the member of the body that is at fault."""
+        """``param`` names the member of the body, or the header, that is at fault;
+        ``retry_after_s`` says when it may be worth asking again (0: no other time is better)."""
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
+        self.retry_after_s = retry_after_s or (1 if status == 503 else 0)
 
 
 class EngineError(KvatlasError):

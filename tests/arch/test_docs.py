@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_args
 
 import msgspec
 import pytest
@@ -16,10 +16,13 @@ from house import DOCS, PACKAGE, ROOT, constant_arguments, modules, pages, parse
 
 from kvatlas import config, errors
 from kvatlas.cli.main import build_parser
+from kvatlas.core.router import BLIND
+from kvatlas.service.agent_metrics import AgentMetrics
 from kvatlas.service.assembly import Assembly
 from kvatlas.service.chat_messages import Reason
 from kvatlas.service.cluster_metrics import ClusterMetrics
 from kvatlas.service.metrics import GatewayMetrics
+from kvatlas.service.rdma_ports import RdmaPorts
 
 
 def rows(page: str, pattern: str) -> list[str]:
@@ -59,10 +62,11 @@ def test_the_example_loads_and_shows_every_key_with_its_default() -> None:
     loaded = config.load(path)
     text = path.read_text("utf-8")
     for name, table in tables():
-        block = text.partition(f"[{name}]")[2].rpartition("]")[2] if name == "worker" else text
+        listed = name in ("worker", "agent")
+        block = text.rpartition(f"[[{name}]]")[2] if listed else text
         for field in msgspec.structs.fields(table):
-            assert re.search(rf"(?m)^{field.name} = ", block), f"{name}.{field.name}"
-        if name != "worker":
+            assert re.search(rf"(?m)^#?{field.name} = ", block), f"{name}.{field.name}"
+        if not listed:
             assert getattr(loaded, name) == table()
 
 
@@ -108,7 +112,7 @@ def test_every_code_of_the_envelope_is_documented() -> None:
 
 def test_every_reason_for_load_alone_is_documented() -> None:
     reasons = set(get_args(Reason))
-    reasons |= set(get_args(get_type_hints(config.RouterConfig)["policy"])) - {"price"}
+    reasons |= set(BLIND)
     steering = PACKAGE / "service/steering.py"
     reasons |= set(constant_arguments(parsed(steering), "Prompt", "reason"))
     reasons |= set(re.findall(r'reason = "(\w+)"', steering.read_text("utf-8")))
@@ -126,10 +130,12 @@ async def test_every_metric_is_documented() -> None:
     await assembly.start()
     metrics = GatewayMetrics()
     metrics.registry.register(ClusterMetrics(assembly))
-    registered = {
-        f"{family.name}_total" if family.type == "counter" else family.name
-        for family in metrics.registry.collect()
-    }
+    empty: dict[str, object] = {}
+    status: dict[str, object] = {"tiers": empty, "loaded_tokens": empty, "moved_bytes": empty}
+    status |= {"counts": empty, "engines": empty, "errands": empty}
+    status |= {"busy": 0, "staged": 0, "draining": False}
+    families = [*metrics.registry.collect(), *AgentMetrics(lambda: status, RdmaPorts).collect()]
+    registered = [f"{f.name}_total" if f.type == "counter" else f.name for f in families]
     await assembly.close()
     documented = rows("metrics.md", r"kvatlas_\w+")
     assert sorted(documented) == sorted(registered)

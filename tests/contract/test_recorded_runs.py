@@ -206,4 +206,6 @@ def test_what_is_no_recording_is_refused(data: bytes, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="not a recording"):
         load(path)
     assert main(["validate", "parity", "--recorded", str(path)]) == 2
+    with pytest.raises(TraceError, match=r"nowhere: cannot be read: No such file.*: give a"):
+        load(tmp_path / "nowhere")
     assert main(["validate", "parity", "--recorded", str(tmp_path / "nowhere")]) == 2

@@ -18,10 +18,20 @@ from stores_rigs import (
     s3_packages,
 )
 from test_tiers import *  # noqa: F403  the tests themselves
-from test_tiers import CAPACITY_BYTES, Kit
+from test_tiers import CAPACITY_BYTES, Kit, value
 
 from kvatlas.core.records import Tier
-from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Life, Piece, Store
+from kvatlas.dataplane.tiers import mooncake
+from kvatlas.dataplane.tiers.base import (
+    Counts,
+    Entry,
+    Finish,
+    Life,
+    Piece,
+    Report,
+    Shared,
+    Store,
+)
 from kvatlas.dataplane.tiers.peer import PeerStore
 
 
@@ -65,6 +75,13 @@ class PeerThere:
         self.reader = reader
         self.transport = reader.transport
         self.closed = False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self.reader.counts
+
+    def find(self, names: Sequence[bytes], done: Finish) -> None:
+        self.reader.find(names, done)
 
     def write(self, pieces: Sequence[Piece], done: Finish) -> None:
         if self.closed:
@@ -110,7 +127,7 @@ class Mooncake(Remote):
 
     def __init__(self, directory: Path) -> None:
         if not mooncake_package():
-            pytest.skip("mooncake-transfer-engine-non-cuda is not installed: make engines")
+            pytest.skip(mooncake.missing())
         super().__init__(directory)
         self.rig = MooncakeRig(directory)
 
@@ -125,12 +142,10 @@ class S3(Remote):
         self.rig = S3Rig(directory)
 
 
-# Mooncake's threads outlive a store and can hold the interpreter while its master does not answer:
-# not beside every other test, until its client has a process of its own.
 KITS = (
     *(Valkey, Peer),
     pytest.param(S3, marks=pytest.mark.engine),
-    pytest.param(Mooncake, marks=(pytest.mark.engine, pytest.mark.long)),
+    pytest.param(Mooncake, marks=pytest.mark.engine),
 )
 
 
@@ -139,6 +154,21 @@ def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
     made: Kit = request.param(tmp_path)
     yield made
     made.close()
+
+
+def test_it_says_what_is_there_without_reading_it(store: Shared) -> None:
+    pieces = [value(b"unit-%d" % n, 5000) for n in range(300)]
+    assert finished(lambda done: store.write(pieces, done)) == Report()
+    store.delete([b"unit-7"])
+    names = [piece.name for piece in pieces] + [b"never there"]
+    report = finished(lambda done: store.find(names, done))
+    assert (sorted(report.failed), report.damaged) == ([b"never there", b"unit-7"], ())
+    assert finished(lambda done: store.find([], done)) == Report()
+    nothing = finished(lambda done: store.find([b"no", b"such"], done))
+    assert set(nothing.failed) == {b"no", b"such"}
+    assert not nothing.silent
+    store.close()
+    assert finished(lambda done: store.find([b"unit-1"], done)).failed == (b"unit-1",)
 
 
 def test_another_life_is_noticed_even_after_one_that_could_not_be_told() -> None:

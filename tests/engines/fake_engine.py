@@ -11,7 +11,6 @@ from pathlib import Path
 import xxhash
 
 from kvatlas.connectors.agent_client import AgentClient
-from kvatlas.core.units import Part
 from kvatlas.service import agent_wire as wire
 
 GRID = 32
@@ -19,12 +18,18 @@ WAIT_S = 20.0
 
 
 def hello(
-    *, block_tokens: int = GRID, version: int = wire.VERSION, kind: str = "gqa"
+    *,
+    block_tokens: int = GRID,
+    version: int = wire.VERSION,
+    kind: str = "gqa",
+    model: str = "tiny",
 ) -> wire.Hello:
-    file = resources.files("kvatlas.validate").joinpath(f"configs/{kind}.json")
-    return wire.Hello(
-        version, "tiny", ("tiny",), file.read_bytes(), "vllm", "0.32.0", "auto", block_tokens
-    )
+    config = model_config(kind).read_bytes()
+    return wire.Hello(version, model, (model,), config, "vllm", "0.32.0", "auto", block_tokens)
+
+
+def model_config(kind: str = "gqa") -> Path:
+    return Path(str(resources.files("kvatlas.validate").joinpath(f"configs/{kind}.json")))
 
 
 def tokens_of(prompt: int, count: int) -> bytes:
@@ -38,7 +43,9 @@ def content(name: bytes, size_bytes: int) -> bytes:
 
 class FakeEngine:
     def __init__(self, path: Path, told: wire.Hello | None = None) -> None:
-        self.client = AgentClient(path, told or hello(), answer_s=WAIT_S)
+        told = told or hello()
+        self.client = AgentClient(path, told, answer_s=WAIT_S)
+        self.grid = told.block_tokens
 
     def __enter__(self) -> FakeEngine:
         return self
@@ -70,12 +77,14 @@ class FakeEngine:
         self.client.end(request)
         return staged.tokens, dict(staged.tiers)
 
-    def orders(self, request: str, tokens: bytes) -> tuple[wire.Order, ...]:
-        """A prompt is computed: what is to be saved of it."""
+    def orders(
+        self, request: str, tokens: bytes, points: tuple[int, ...] = ()
+    ) -> tuple[wire.Order, ...]:
+        """A prompt is computed, with all windows at ``points``: what is to be saved of it."""
         self.want(request, tokens)
-        blocks = len(tokens) // 4 // GRID
+        blocks = len(tokens) // 4 // self.grid
         return self.client.filled(
-            wire.Filled(request, 0, b"", blocks, (), 0, len(tokens) // 4), memoryview(tokens)
+            wire.Filled(request, 0, b"", blocks, points, 0, len(tokens) // 4), memoryview(tokens)
         )
 
     def copy(self, order: wire.Order) -> tuple[tuple[bytes, bytes], ...]:
@@ -83,16 +92,15 @@ class FakeEngine:
         assert channel is not None
         sums = []
         for piece in order.pieces:
-            assert piece.part == Part.BODY
             view = channel.arena.view(piece.slot)
             view[:] = content(piece.name, len(view))
             sums.append((piece.name, xxhash.xxh3_128_intdigest(view).to_bytes(16, "big")))
         return tuple(sums)
 
-    def save(self, request: str, tokens: bytes) -> int:
+    def save(self, request: str, tokens: bytes, points: tuple[int, ...] = ()) -> int:
         """Saves what is wanted of a prompt; how many units that was."""
         count = 0
-        for order in self.orders(request, tokens):
+        for order in self.orders(request, tokens, points):
             sums = self.copy(order)
             self.client.saved(order.op, sums)
             count += len(sums)

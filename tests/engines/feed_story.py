@@ -19,7 +19,7 @@ from kvatlas.config import WorkerConfig
 from kvatlas.connectors.child import Child
 from kvatlas.core import layout
 from kvatlas.core.directory import Directory
-from kvatlas.core.keys import PUBLIC, Keyring, Scope
+from kvatlas.core.keys import PUBLIC, Keyring, Scope, tenant_scope
 from kvatlas.core.records import Publisher
 from kvatlas.service.engines import Engines, Timing, Worker
 from kvatlas.service.feed import Feed, FeedStatus
@@ -89,7 +89,7 @@ class Story:
 
     async def ask(self, prompt: list[int], *, salt: str = "", tokens: int = 8) -> list[int]:
         """Send it, compare, wait for the events; returns the prompt with its answer's tokens."""
-        scope = Scope("tenant", salt) if salt else PUBLIC
+        scope = tenant_scope(salt)
         expected = self.expected(prompt, scope)
         more: dict[str, Any] = {"cache_salt": salt} if salt else {}
         answer = await asyncio.to_thread(

@@ -1,14 +1,13 @@
 """One side of a P/D pair, run by vLLM's Python: ``handover_child.py JOB SRC``.
 
-Starts the engine of `kvatlas.connectors.vllm_greedy`, whose runs come as JSON lines on stdin, and
-whose answers leave on stdout, all else on stderr. ``{"blank": record}`` asks how many blocks of
-a record that the probe wrote are all zeros.
+See `steered_child`. A question is a run of `vllm_greedy`; ``{"blank": record}`` asks how many
+blocks of a record that the probe wrote are all zeros, and how many there are.
 """
 
-import json
-import os
 import sys
 from pathlib import Path
+
+from steered_child import serve
 
 TICKS_MAX = 50
 
@@ -18,7 +17,7 @@ def blank(path):
     import torch
 
     filled = [bool(data.any()) for data in torch.load(path)["bytes"].values()]
-    return [filled.count(False), len(filled)]
+    return {"blank": filled.count(False), "all": len(filled)}
 
 
 def forget(llm, vllm_greedy, job):
@@ -31,26 +30,15 @@ def forget(llm, vllm_greedy, job):
     raise RuntimeError("the engine would not drop its prefix cache")
 
 
-def main(job_path, source):
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    sys.path.insert(0, source)
-    import vllm_greedy
+def answer(llm, job, run):
+    from kvatlas.connectors import vllm_greedy
 
-    os.environ.update(vllm_greedy.ENVIRONMENT)
-    job = json.loads(Path(job_path).read_text("utf-8"))
-    llm = vllm_greedy.start(job)
-    print(json.dumps(vllm_greedy.about()), file=answers, flush=True)
-    for line in sys.stdin:
-        run = json.loads(line)
-        if "blank" in run:
-            answer = blank(Path(job["store"]) / run["blank"])
-        else:
-            if run["forget"]:
-                forget(llm, vllm_greedy, job)
-            answer = vllm_greedy.answer(llm, run, job, None)
-        print(json.dumps(answer), file=answers, flush=True)
+    if "blank" in run:
+        return blank(Path(job["store"]) / run["blank"])
+    if run["forget"]:
+        forget(llm, vllm_greedy, job)
+    return vllm_greedy.answer(llm, run, job, None)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(*sys.argv[1:], answer)

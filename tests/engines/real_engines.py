@@ -18,6 +18,7 @@ from typing import Any
 import install
 import pytest
 
+import kvatlas
 from kvatlas.connectors.child import Child, free_ports
 from kvatlas.connectors.vllm_cpu import VllmEngine
 
@@ -110,7 +111,7 @@ class SglangEngine(Child):
         drop = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONHASHSEED")
         env = {key: value for key, value in os.environ.items() if key not in drop}
         env |= {
-            "PYTHONPATH": str(HERE / "sglang_cpu_shim"),
+            "PYTHONPATH": f"{HERE / 'sglang_cpu_shim'}:{Path(kvatlas.__file__).parents[1]}",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }

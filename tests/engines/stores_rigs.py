@@ -114,12 +114,15 @@ RIGS: dict[str, Callable[[Path], Rig]] = {"valkey": ValkeyRig, "peer": PeerRig}
 
 
 SEGMENT = """
-import sys, time
+import os, sys
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
 code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
 print("setup", code, flush=True)
-time.sleep(3600 if code == 0 else 0)
+for line in sys.stdin if code == 0 else ():
+    key, path = line.split()
+    print("put", store.put(key, open(path, "rb").read()), flush=True)
+os._exit(0)
 """
 
 
@@ -142,10 +145,18 @@ class MooncakeRig:
         with log.open("wb") as out:
             words = [f"127.0.0.1:{self.port}", str(self._segment_bytes)]
             self.segment = subprocess.Popen(
-                [sys.executable, "-c", SEGMENT, *words], stdout=out, stderr=out
+                [sys.executable, "-c", SEGMENT, *words],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
             )
-        wait_until(lambda: b"setup" in log.read_bytes() or self.segment.poll() is not None)
-        assert b"setup 0" in log.read_bytes(), log.read_text("utf-8", "replace")[-2000:]
+        self._log = log
+        self._said("setup 0")
+
+    def _said(self, words: str) -> None:
+        log = self._log
+        wait_until(lambda: words in _text(log) or self.segment.poll() is not None)
+        assert words in _text(log), _text(log)[-2000:]
 
     def store(self, port: int, deadline_s: float = 10.0, lost: list[str] | None = None) -> Store:
         settings = mooncake.Settings(
@@ -154,21 +165,24 @@ class MooncakeRig:
             deadline_s=deadline_s,
         )
         told = (lost if lost is not None else []).append
-        return mooncake.MooncakeStore(settings, [self.arena._slots], told)
+        return mooncake.MooncakeStore(settings, self.arena, told)
 
     def put(self, name: bytes, value: bytes, stored: bytes | None = None) -> None:
         head = framing.pack(Piece(name, memoryview(value))) or b""
-        store = self.store(self.port)
-        assert isinstance(store, mooncake.MooncakeStore)
-        assert store._ready.wait(10)
-        data = head + (value if stored is None else stored)
-        assert store._client.put(store._key(name), data) == 0
-        store.close()
+        path = self._directory / "value"
+        path.write_bytes(head + (value if stored is None else stored))
+        before = _text(self._log).count("put 0")
+        assert self.segment.stdin is not None
+        self.segment.stdin.write(f"kvatlas:v:{name.hex()} {path}\n".encode())
+        self.segment.stdin.flush()
+        wait_until(lambda: _text(self._log).count("put 0") > before)
 
     def kill(self) -> None:
         for process in (self.segment, self.master.process):
             process.kill()
             process.wait()
+        if self.segment.stdin is not None:
+            self.segment.stdin.close()
 
     def restart(self) -> None:
         self.kill()
@@ -179,9 +193,13 @@ class MooncakeRig:
         self.arena.close()
 
 
+def _text(log: Path) -> str:
+    return log.read_text("utf-8", "replace")
+
+
 def mooncake_package() -> str:
-    """Where it is installed; "" where it is not. Importing it loads much."""
-    found = importlib.util.find_spec("mooncake")
+    """Where it is installed; "" where it is not, or cannot run."""
+    found = None if mooncake.missing() else importlib.util.find_spec("mooncake")
     return "" if found is None or not found.origin else str(Path(found.origin).parent)
 
 

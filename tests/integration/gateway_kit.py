@@ -200,10 +200,12 @@ class Stand(msgspec.Struct):
     def port(self) -> int:
         return self.gateway.port
 
-    def metric(self, name: str) -> float:
-        """The sum of all series of one metric."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the series of one metric that have these labels."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
         lines = self.gateway.metrics.text().decode().splitlines()
         found = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
+        found = [line for line in found if all(w in line for w in wanted)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
     async def settled(self) -> None:

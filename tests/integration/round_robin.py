@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from kvatlas.errors import EngineError, RequestError
 from kvatlas.service.http_client import HttpClient
-from kvatlas.service.steer import Health, Inbound, Outcome, Route, Target
+from kvatlas.service.steer import Half, Health, Inbound, Outcome, Route, Target
 
 REASON = "round_robin"
 
@@ -50,7 +50,7 @@ class RoundRobin:
         start = self._next % len(self._targets)
         self._next = start + 1
         turn = (*self._targets[start:], *self._targets[:start])
-        return Route(id=request.id, targets=turn, fallback=REASON)
+        return Route(id=request.id, targets=turn, unkeyed=REASON)
 
     def left(self, route: Route) -> bool:
         return bool(self.rest)
@@ -58,6 +58,15 @@ class RoundRobin:
     def more(self, route: Route) -> tuple[Target, ...]:
         rest, self.rest = self.rest, ()
         return rest
+
+    def decoders(self, route: Route, prefill: Target) -> tuple[Target, ...]:
+        return ()
+
+    def alone(self, route: Route, failed: Half) -> tuple[Target, ...]:
+        return ()
+
+    def prefilled(self, route: Route, prefill: Target, cached_tokens: int, ttft_s: float) -> None:
+        """There are no halves."""
 
     def sent(self, route: Route, target: Target) -> None:
         self._leave(route)

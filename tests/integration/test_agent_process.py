@@ -10,12 +10,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fake_engine
+import msgspec
 import pytest
 from fake_engine import GRID, FakeEngine, hello, tokens_of
 
 from kvatlas.connectors.agent_client import Refusal
+from kvatlas.dataplane.arena import SHARED_MEMORY
 from kvatlas.service import agent_wire as wire
 from kvatlas.validate.exactness_tiers import AgentProcess, _flip_arena, _flip_disk
 
@@ -119,16 +122,46 @@ def test_flipped_bytes_on_disk_are_a_recompute(agent: AgentProcess) -> None:
     assert agent.idle()["counts"]["damaged"] == 10
 
 
-def test_engines_that_may_not_share_are_told_why(agent: AgentProcess) -> None:
-    with FakeEngine(agent.socket):
-        with pytest.raises(Refusal, match=r"layout: .*block_tokens"):
-            FakeEngine(agent.socket, hello(block_tokens=64))
-        with pytest.raises(Refusal, match="version 99"):
-            FakeEngine(agent.socket, hello(version=99))
-        assert len(agent.wait(lambda status: True)["engines"]) == 1
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"engine_version": "0.33.0"}, "engine_version 0.33.0, 0.32.0"),
+        ({"weights_digest": "new"}, "weights_digest new, unknown"),
+        ({"block_tokens": 64}, "grid_tokens 64, 32"),
+        ({"ranks": 2}, "tensor_parallel 2, unknown"),
+    ],
+)
+def test_old_and_new_engines_of_one_name_live_side_by_side(
+    agent: AgentProcess, changed: dict[str, Any], reason: str
+) -> None:
+    """A rolling upgrade: each finds what its own kind saved, and never what the other did."""
+    told = msgspec.structs.replace(hello(), **changed)
+    other = tokens_of(2, 4 * 64 + 1)
+    with FakeEngine(agent.socket) as old:
+        assert old.save("r", PROMPT) == 10
+        with FakeEngine(agent.socket, told) as new:
+            status = agent.wait(lambda status: True)
+            assert status["counts"]["not_shared"] == 1
+            assert reason in status["not_shared"]["engine#2"]
+            assert new.load("q", PROMPT) == (0, {})
+            new.save("r", PROMPT)
+            assert new.load("q2", PROMPT) == (END, {"dram": END})
+            assert new.save("o", other) > 0
+            assert old.load("q", PROMPT) == (END, {"dram": END})
+            assert old.load("o", other) == (0, {})
+        with FakeEngine(agent.socket, told) as newer:  # old ones still run
+            assert newer.load("q", other) == (4 * 64, {"dram": 4 * 64})
     agent.idle()
-    with FakeEngine(agent.socket, hello(block_tokens=64)) as engine:  # nobody else is left
-        assert engine.load("q", PROMPT) == (0, {})
+    with FakeEngine(agent.socket, told) as last:
+        assert last.load("q", PROMPT) == (END, {"dram": END})
+    status = agent.idle()
+    assert status["counts"].get("damaged", 0) == status["staged"] == 0
+    assert status["not_shared"] == {}
+
+
+def test_an_engine_of_another_version_of_the_wire_is_told(agent: AgentProcess) -> None:
+    with pytest.raises(Refusal, match="version 99"):
+        FakeEngine(agent.socket, hello(version=99))
 
 
 def test_bad_messages_end_their_connection_and_nothing_else(agent: AgentProcess) -> None:
@@ -198,3 +231,94 @@ def test_an_agent_that_hangs_holds_nobody_up(agent: AgentProcess) -> None:
         assert client.staged("q") is None
         assert engine.load("q2", PROMPT) == (END, {"dram": END})
     assert agent.idle()["staged"] == 0
+
+
+def test_two_engines_that_fill_one_prompt_save_it_once(agent: AgentProcess) -> None:
+    with FakeEngine(agent.socket) as first, FakeEngine(agent.socket) as second:
+        (order,) = first.orders("r", PROMPT)
+        assert second.orders("r", PROMPT) == ()  # it is being written
+        first.client.saved(order.op, first.copy(order))
+        assert second.load("q", PROMPT) == (END, {"dram": END})
+    status = agent.idle()
+    assert status["tiers"]["dram"]["held_bytes"] == sum(p.slot.size_bytes for p in order.pieces)
+    assert status["counts"].get("save_after_the_step", 0) <= 1  # what it wished is there now
+
+
+def test_an_agent_that_is_killed_in_mid_commit_holds_all_or_less(agent: AgentProcess) -> None:
+    """Killed while its disk writes: what is found after that is whole, as `load` looks at it."""
+    found = set()
+    for turn in range(5):
+        prompt = tokens_of(100 + turn, 200 * GRID + 5)
+        engine = FakeEngine(agent.socket)
+        engine.save("r", prompt)
+        agent.end(signal.SIGKILL)
+        engine.client.close()
+        agent.start()
+        with FakeEngine(agent.socket) as other:
+            position, tiers = other.load("q", prompt)
+        assert position == sum(tiers.values())
+        found.add(position)
+    assert found <= set(range(0, 200 * GRID + 1, GRID))
+    status = agent.idle()
+    assert status["counts"].get("damaged", 0) == status["staged"] == 0
+
+
+@pytest.mark.parametrize("megabytes", [64, 160])
+def test_a_disk_of_another_size_keeps_what_fits(tmp_path: Path, megabytes: int) -> None:
+    def started(size: int) -> AgentProcess:
+        made = AgentProcess(tmp_path, [f"--disk={tmp_path / 'disk'}={size}MB"], disk=False)
+        made.start()
+        return made
+
+    agent = started(100)
+    with FakeEngine(agent.socket) as engine:
+        engine.save("r", PROMPT)
+        agent.wait(lambda status: not status["busy"])
+    agent.end()
+    agent = started(megabytes)
+    try:
+        with FakeEngine(agent.socket) as engine:
+            assert engine.load("q", PROMPT) == (END, {"disk": END})
+        assert "catalogue_lost" not in agent.idle()["tiers"]["disk"]["counts"]
+    finally:
+        agent.end()
+
+
+def test_nothing_is_left_in_shared_memory(agent: AgentProcess) -> None:
+    def arenas() -> set[str]:
+        return {path.name for path in SHARED_MEMORY.glob("kvatlas-arena-*")}
+
+    killed = agent.wait(lambda status: True)["arena"]
+    assert killed in arenas()
+    agent.end(signal.SIGKILL)
+    agent.start()
+    ended = agent.wait(lambda status: True)["arena"]
+    assert killed not in arenas()
+    agent.end()
+    assert ended not in arenas()
+    assert not agent.socket.exists()
+
+
+def test_an_agent_that_describes_the_state_otherwise_is_not_used(agent: AgentProcess) -> None:
+    with FakeEngine(agent.socket) as engine:
+        client = engine.client
+        before = client.welcome
+        assert before is not None
+        client._described = msgspec.structs.replace(before, arena="", grid_tokens=2 * GRID)
+        agent.end(signal.SIGKILL)
+        assert not client.want("lost", PROMPT, 0, 1.0) or client.staged("lost") is None
+        agent.start()
+        client._retry = 0.0
+        assert not client.want("q", PROMPT, 0, 1.0)
+        assert client.counts["refused"] == 1
+        assert client.life == ""
+
+
+def test_positions_that_are_none_of_the_engine_are_refused(tmp_path: Path) -> None:
+    agent = AgentProcess(tmp_path, ["--points", "48"])
+    agent.start()
+    try:
+        with pytest.raises(Refusal, match="--points: a resume point every 48 tokens"):
+            FakeEngine(agent.socket)
+    finally:
+        agent.end()

@@ -109,16 +109,32 @@ def test_transformers_agrees_and_needs_the_rows_between_entries() -> None:
     assert rows.difference.at == 384 - rows.case.prompt_tokens  # silent until the entry is complete
 
 
-def test_an_agent_gives_back_what_engines_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tiers", "below"),
+    [
+        (("dram", "disk"), {"disk": 192}),
+        pytest.param(
+            exactness_tiers.TIERS,
+            {"disk": 2 * 192, "object": 192, "peer": 192},
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_an_agent_gives_back_what_engines_saved(
+    tmp_path: Path, tiers: tuple[str, ...], below: dict[str, int]
+) -> None:
     report = exactness_tiers.run(
         subject("swa", tmp_path),
         [200],
-        exactness_tiers.TIERS,
+        tiers,
         venv=require("vllm"),
         engine_path=[],
         seed=5,
         scratch=tmp_path,
     )
     assert not report.failures
-    assert report.cached_tokens_by_tier == {"dram": 2 * 192, "disk": 192}
+    dram = report.cached_tokens_by_tier["dram"]
+    assert report.cached_tokens_by_tier == {"dram": dram, **below}
+    assert dram
+    assert not dram % 192
     assert report.damaged

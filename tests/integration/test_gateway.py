@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 
 import pytest
 from gateway_kit import (
@@ -99,12 +100,44 @@ async def test_every_answer_says_who_and_why() -> None:
         assert seen.headers["x-request-id"] == "abc-1"
         assert seen.headers["x-kvatlas-worker"] == "w0"
         assert seen.headers["x-kvatlas-expected-hit-tokens"] == "0"
-        assert seen.headers["x-kvatlas-fallback"] == "round_robin"
+        assert seen.headers["x-kvatlas-fallback"] == "lookup: round_robin"
         assert s.engines[0].got[0].headers["x-request-id"] == "abc-1"
         for bad in ("", "a b", "x" * 129, "caf\u00e9"):
             seen = await ask(s.port, CHAT, {"model": "m"}, headers={"x-request-id": bad})
             assert len(seen.headers["x-request-id"]) == 32
             assert s.engines[0].got[-1].headers["x-request-id"] == seen.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-kvatlas-deadline-ms"])
+async def test_a_time_in_a_header_wins_over_the_configured_one(name: str) -> None:
+    async with stand(answer_plainly, ttft_slo_s=2.5, deadline_s=60) as s:
+        for given, told_s in (("250", 0.25), ("0.5", 0.0005), ("86400000", 86400.0), (None, 0.0)):
+            headers = {name: given} if given else {}
+            await ask(s.port, CHAT, {"model": "m"}, headers=headers)
+            asked = s.steer.asked[-1]
+            slo_s, deadline_s = (told_s, 60) if name == "x-slo-ttft-ms" else (2.5, told_s)
+            assert asked.ttft_slo_s == (slo_s or 2.5)
+            assert asked.deadline_s == (deadline_s or 60)
+            assert s.steer.routes[-1].deadline_s == asked.deadline_s
+    async with stand(answer_plainly) as s:
+        await ask(s.port, CHAT, {"model": "m"})
+        assert s.steer.asked[-1].ttft_slo_s == s.steer.asked[-1].deadline_s == math.inf
+
+
+BAD_TIMES = ["", "0", "-1", "1e3", "0x10", "nan", "inf", "1,5", "1 s", "86400001", "9" * 400, "٢"]
+
+
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-kvatlas-deadline-ms"])
+async def test_a_header_that_is_no_time_is_named(name: str) -> None:
+    async with stand(answer_plainly) as s:
+        for bad in BAD_TIMES:
+            headers = {name: bad.encode().decode("latin-1")}
+            seen = await ask(s.port, CHAT, {"model": "m"}, headers=headers)
+            error = seen.error()
+            assert (seen.status, error["code"], error["param"]) == (400, "bad_header", name)
+            assert name in str(error["message"])
+            assert len(str(error["message"])) < 300
+        assert not s.steer.asked
 
 
 async def test_a_priced_route_has_no_fallback_header_and_its_own_request_headers() -> None:
@@ -367,11 +400,14 @@ async def test_metrics_count_what_happened() -> None:
         assert 'kvatlas_prompt_tokens_total{worker="w0"} 20.0' in text
         assert 'kvatlas_cached_tokens_total{worker="w0"} 8.0' in text
         assert 'kvatlas_completion_tokens_total{worker="w0"} 6.0' in text
-        assert 'kvatlas_fallbacks_total{reason="round_robin"} 3.0' in text
+        labels = 'reason="round_robin",rung="lookup",to="by_load",worker=""'
+        assert f"kvatlas_fallbacks_total{{{labels}}} 3.0" in text
         assert s.metric("kvatlas_ttft_seconds_count") == 3
         assert s.metric("kvatlas_route_seconds_count") == 3
         assert len(s.steer.firsts) == 3
-        assert all(outcome.e2e_s >= outcome.ttft_s > 0 for outcome in s.steer.outcomes)
+        streamed, *whole = s.steer.outcomes
+        assert streamed.e2e_s >= streamed.ttft_s > 0
+        assert [outcome.ttft_s for outcome in whole] == [-1.0, -1.0]  # of three tokens the last
 
 
 @pytest.mark.parametrize("stream", [False, True])

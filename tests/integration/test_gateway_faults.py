@@ -226,7 +226,8 @@ async def test_the_next_target_is_tried_when_one_cannot_be_reached() -> None:
         assert seen.status == 200
         assert seen.headers["x-kvatlas-worker"] == "w0"
         await s.settled()
-        assert s.metric("kvatlas_retries_total") == 1
+        step = {"rung": "engine", "reason": "connect", "to": "engine", "worker": "dead"}
+        assert s.metric("kvatlas_fallbacks_total", **step) == 1
         assert s.steer.outcomes[0].target.worker == "w0"
         assert s.steer.not_reached == ["dead"]
 
@@ -407,7 +408,7 @@ async def test_a_client_that_leaves_frees_the_engine_within_a_second(behave: Beh
         async with Client.to(s.port) as client:
             await client.send("POST", CHAT, json.dumps(STREAM).encode())
             await eventually(lambda: len(s.engines[0].got) == 1)
-            if behave is not say_nothing:
+            if behave in (stream_for_ever, send_half_an_answer):
                 await client.head()
             if behave is stream_for_ever:
                 assert await client.chunk()
@@ -416,6 +417,24 @@ async def test_a_client_that_leaves_frees_the_engine_within_a_second(behave: Beh
         assert [outcome.status for outcome in s.steer.outcomes] == [499]
         assert s.metric("kvatlas_requests_in_flight") == 0
         assert 'status="499"' in s.gateway.metrics.text().decode()
+
+
+@pytest.mark.parametrize("behave", [say_nothing, wait_with_the_first_token, stream_for_ever])
+async def test_a_deadline_frees_the_engine_within_a_second(behave: Behave) -> None:
+    async with stand(behave, deadline_s=0.1) as s:
+        async with Client.to(s.port) as client:
+            await client.send("POST", CHAT, json.dumps(STREAM).encode())
+            seen = await client.rest(await client.head())
+        if behave is stream_for_ever:
+            assert (seen.status, seen.complete) == (200, False)
+            assert b'"code":"deadline_exceeded"' in seen.body
+        else:
+            assert (seen.status, seen.error()["code"]) == (504, "deadline_exceeded")
+        await eventually(lambda: s.engines[0].left == 1, within_s=1.0)
+        await s.settled()
+        assert [outcome.status for outcome in s.steer.outcomes] == [504]
+        step = {"rung": "engine", "reason": "deadline", "to": "error"}
+        assert s.metric("kvatlas_fallbacks_total", **step) == 1
 
 
 async def test_a_client_that_leaves_while_its_engine_is_being_chosen() -> None:

@@ -196,3 +196,33 @@ async def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         async with asyncio.timeout(WAIT_S):
             assert await process.wait() == 0
         assert not (await client.rest(seen)).complete
+
+
+def picker(port: int) -> str:
+    return f'[picker]\nlisten = "127.0.0.1:{port}"\n'
+
+
+async def test_the_endpoint_picker_is_served_beside_it(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    async with (
+        streaming_engine() as (engine, _),
+        serving(tmp_path, toml(engine.url, more=picker(port))) as (process, gateway_port, _),
+    ):
+        assert process.stdout is not None
+        async with asyncio.timeout(WAIT_S):
+            assert f"endpoint picker on port {port}" in (await process.stdout.readline()).decode()
+        await readiness(gateway_port, 200)
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S):
+            pass
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(WAIT_S):
+            assert await process.wait() == 0
+
+
+async def test_the_pickers_address_in_use(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = await fails(tmp_path, toml("http://127.0.0.1:1", more=picker(port)))
+        assert f"kvatlas: cannot listen on 127.0.0.1:{port}: stop what listens there" in said

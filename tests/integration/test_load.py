@@ -292,6 +292,8 @@ async def test_interrupting_the_load_command_is_quiet(tmp_path: Path) -> None:
             *("--trace", str(trace), "--target", url, "--model", "m"),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            # A shell starts what runs in its background with SIGINT ignored: not this child.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             async with asyncio.timeout(30):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import struct
 import threading
@@ -14,8 +16,8 @@ import pytest
 from stores_kit import Desk, Proxy, finished, nothing_left, values, wait_until
 from stores_rigs import PeerRig
 
-from kvatlas.dataplane.tiers import peer
-from kvatlas.dataplane.tiers.base import Piece, Report
+from kvatlas.dataplane.tiers import framing, peer
+from kvatlas.dataplane.tiers.base import Entry, Piece, Report, checksum_of
 from kvatlas.errors import ConfigError, StoreError
 
 
@@ -108,6 +110,34 @@ def test_another_server_is_no_agent(rig: PeerRig) -> None:
         store.close()
 
 
+@pytest.mark.parametrize("proof", ["random", "reflected"])
+def test_a_server_that_does_not_know_the_token_is_not_read(proof: str) -> None:
+    """It would pass on any bytes, under a label that is right for them."""
+    lie = framing.header_of(Entry(b"n", 5, checksum_of(b"wrong")))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with listener.accept()[0] as other:
+                other.sendall(peer.MAGIC + bytes(16) + (nonce := os.urandom(16)))
+                said = other.recv(40, socket.MSG_WAITALL)
+                assert said[8:24] == peer._proof(b"secret", nonce)
+                other.sendall(said[8:24] if proof == "reflected" else os.urandom(16))
+                with contextlib.suppress(ConnectionError):
+                    other.sendall(lie + b"wrong" + b"\1")
+                    other.recv(1000)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        port = listener.getsockname()[1]
+        store = peer.PeerStore(peer.Settings("127.0.0.1", port, b"secret", deadline_s=3.0))
+        report, found = Desk(store).read({b"n": 5})
+        assert "does not know our token" in report.error
+        assert found == {}
+        thread.join()
+        assert store.counts["failed_denied"] == 1
+        store.close()
+
+
 @pytest.mark.parametrize(
     "request_",
     [
@@ -124,8 +154,9 @@ def test_requests_that_make_no_sense_end_their_connection_only(
     rig.put(b"n", b"value")
     with socket.create_connection(("127.0.0.1", rig.port), 5) as sock:
         said = sock.recv(40, socket.MSG_WAITALL)
-        sock.sendall(peer.MAGIC + peer._proof(b"secret", said[24:]))
-        assert sock.recv(1) == b"\1"
+        ours = os.urandom(16)
+        sock.sendall(peer.MAGIC + peer._proof(b"secret", said[24:]) + ours)
+        assert sock.recv(16, socket.MSG_WAITALL) == peer._proof(b"secret", b"server" + ours)
         sock.sendall(request_)
         sock.shutdown(socket.SHUT_WR)
         assert sock.recv(100) == b""

@@ -104,7 +104,7 @@ def test_wrong_values_are_damaged(rig: S3Rig) -> None:
         report, got = Desk(store).read(sizes(kept) | wrong)
         assert got == kept
         assert set(report.damaged) == set(wrong)
-        assert store.counts["quarantined"] == 1
+        assert store.counts["quarantined"] == 2  # of less than a head nothing is known
         assert Desk(store).read({b"flipped": SIZE})[0].failed == (b"flipped",)
 
 

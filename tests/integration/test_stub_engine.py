@@ -18,10 +18,11 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
 from kvatlas.connectors.stub_text import FileTokenizer, TextTokenizer, WordTokenizer
-from kvatlas.connectors.stub_wire import END_OF_REPLAY, EVENT_FORMATS, EventEncoder, EventFormat
+from kvatlas.connectors.stub_wire import EVENT_FORMATS, EventEncoder, EventFormat
 from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvatlas.core.layout import plain
 from kvatlas.errors import ConfigError, EngineError
+from kvatlas.service.event_socket import END_OF_REPLAY
 from kvatlas.service.http_client import HttpClient, Response
 from kvatlas.service.wire import Decoder
 from kvatlas.workload.device import device
@@ -307,6 +308,8 @@ async def test_leaving_frees_what_the_request_held() -> None:
         ("/tokenize", {}, 400, "prompt or messages"),
         ("/stub/damage", {"group": 7}, 400, "groups 0 to 0"),
         ("/stub/fault", {"typo": 1}, 400, "unknown field `typo`"),
+        ("/stub/pace", {"typo": 1}, 400, "unknown field `typo`"),
+        ("/stub/pace", {"memory": 0}, 400, "memory"),
     ],
 )
 async def test_faults_of_the_client(

@@ -28,7 +28,6 @@ from kvatlas.core.agent_values import (
     Quota,
     Release,
     Resize,
-    Resync,
     Save,
     Told,
 )
@@ -72,6 +71,7 @@ class Node(RuleBasedStateMachine):
             queue_max=3,
             copies_max=2,
             loads_max=3,
+            relays={"another": 5e9} if exclusive else {},
         )
         self.layout = window_layout() if windows else chain_layout()
         self.node = Driver(dram=dram, disk=disk, config=self.config, layout=self.layout, hold=hold)
@@ -215,15 +215,20 @@ class Node(RuleBasedStateMachine):
     def engine_dies(self, worker: str, rare: bool) -> None:
         if not rare:
             return
+        self._reads_nothing(worker)
         self.node.do(Detach(worker))
         self.node.engines.pop(worker, None)
         self.waiting.clear()  # those of the other one are checked at the end
 
-    @rule(worker=WORKERS)
-    def engine_starts(self, worker: str) -> None:
+    def _reads_nothing(self, worker: str) -> None:
+        """Its process is gone: what it read or filled is nobody's any more."""
         for op, effect in list(self.node.open.items()):
             if isinstance(effect, Save | Load) and effect.worker == worker:
                 del self.node.open[op]
+
+    @rule(worker=WORKERS)
+    def engine_starts(self, worker: str) -> None:
+        self._reads_nothing(worker)
         self.node.attach(worker)
         self.waiting.clear()  # a new process waits for nothing
 
@@ -328,6 +333,8 @@ class Node(RuleBasedStateMachine):
             Unit(n[:-1], Part(n[-1]), int.from_bytes(n[8:16]), 100) for n in old.tiers[Tier.OBJECT]
         )
         usable = (u for u in stored if not u.part or u.key in old.records[Tier.OBJECT])
+        # What was never announced (its source was deleted meanwhile) only the agent would know.
+        usable = (u for u in usable if u.name in self.directory.shelves.names(AGENT)[Tier.OBJECT])
         new.do(Told(Tier.OBJECT, tuple(usable)))
 
     @rule(rare=RARE)
@@ -335,7 +342,7 @@ class Node(RuleBasedStateMachine):
         if not rare:
             return
         self.restart_directory()
-        self.node.do(Resync())
+        self.node.said.extend(self.node.agent.held())
 
     # -- what must hold -------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from kvatlas.workload.protocol import (
     Input,
     Model,
     Produced,
+    Retime,
 )
 from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.state import Memory
@@ -146,7 +147,7 @@ def play(stepping: Engine, leaping: Engine, inputs: list[tuple[float, Input]]) -
     blocks, others = stepping.pool.blocks, leaping.pool.blocks
     assert list(blocks.idle) == list(others.idle)
     assert (blocks.spare, blocks.plain, blocks.refs) == (others.spare, others.plain, others.refs)
-    assert blocks.found == others.found
+    assert (blocks.found, blocks.twins) == (others.found, others.twins)
     return drivers[0].ticks, drivers[1].ticks
 
 
@@ -155,6 +156,8 @@ def prompt(topic: int, shared: int, own: int) -> bytes:
     return struct.pack(f"<{len(ids)}I", *ids)
 
 
+CLEARS = ClearCache()
+SLOWS = Retime(EngineSpec(blocks=1, device=device("H20"), time_scale=3.0))
 REQUESTS = st.lists(
     st.tuples(
         st.builds(
@@ -166,7 +169,7 @@ REQUESTS = st.lists(
         st.integers(1, 200) | st.integers(1, 12),  # output tokens
         st.sampled_from([0.0, 0.0, 0.0123, 0.3, 2.0]),  # after the one before
         st.none() | st.none() | st.sampled_from([0.0, 0.021, 0.13, 0.9]),  # aborted after
-        st.sampled_from([False, False, False, False, True]),  # the cache is cleared before
+        st.sampled_from([None, None, None, None, CLEARS, SLOWS]),  # happens before
     ),
     min_size=1,
     max_size=12,
@@ -176,10 +179,10 @@ REQUESTS = st.lists(
 def inputs_of(requests: list[tuple[Any, ...]]) -> list[tuple[float, Input]]:
     inputs: list[tuple[float, Input]] = []
     now = 0.0
-    for number, (tokens, output, gap, leaves, clears) in enumerate(requests):
+    for number, (tokens, output, gap, leaves, before) in enumerate(requests):
         now += gap
-        if clears:
-            inputs.append((now, ClearCache()))
+        if before is not None:
+            inputs.append((now, before))
         inputs.append((now, Arrive(str(number), tokens, output)))
         if leaves is not None:
             inputs.append((now + leaves, Abort(str(number))))
@@ -220,8 +223,8 @@ def test_who_waits_gets_in_at_the_step_that_makes_room(name: str, retention: int
             for leap in (False, True)
         )
         requests = [
-            (prompt(0, 90, 0), 100, 0.0, None, False),
-            (prompt(1, 70, 9), 2, came[late], None, False),
+            (prompt(0, 90, 0), 100, 0.0, None, None),
+            (prompt(1, 70, 9), 2, came[late], None, None),
         ]
         play(stepping, leaping, inputs_of(requests))
 
@@ -232,7 +235,7 @@ def test_leaps_are_long_however_small_the_windows_blocks(name: str) -> None:
     stepping, leaping = (
         engine(name, spare=0, retention=0, state=False, leap=leap) for leap in (False, True)
     )
-    requests = [(prompt(i, 60, 20 + i), 300, 9.0, None, False) for i in range(8)]
+    requests = [(prompt(i, 60, 20 + i), 300, 9.0, None, None) for i in range(8)]
     steps, leaps = play(stepping, leaping, inputs_of(requests))
     assert stepping.pool.cached > 0.6 * stepping.pool.capacity / 2
     # At best one leap per grid block; each may cost a step that caches and one that evicts.

@@ -165,15 +165,22 @@ class PoolMachine(RuleBasedStateMachine):
         assert keyed.isdisjoint(pool.blocks.spare)
         assert len(pool.blocks.spare) == len(set(pool.blocks.spare))
         assert len(keyed) + len(pool.blocks.spare) == pool.capacity
-        for group, found in enumerate(pool.blocks.found):
-            for key, ids in found.items():
-                assert len(ids) == len(set(ids))
-                for block in ids:
-                    assert (
-                        pool.blocks.keys[block] == (group, key) or key in pool.blocks.aliases[block]
-                    )
+        for (group, key), ids in self.findable().items():
+            assert len(ids) == len(set(ids))
+            for block in ids:
+                assert pool.blocks.keys[block] == (group, key) or key in pool.blocks.aliases[block]
+        assert all(pool.blocks.twins.values())
         for held in (h.held[s.index] for h, _ in self.live for s in pool.slots):
             assert [i for i, _ in held] == sorted({i for i, _ in held})
+
+    def findable(self) -> dict[tuple[int, int], list[int]]:
+        """(group, key) → blocks that are equal."""
+        blocks = self.pool.blocks
+        return {
+            (group, key): [first, *blocks.twins.get((group, key), ())]
+            for group, found in enumerate(blocks.found)
+            for key, first in found.items()
+        }
 
     @invariant()
     def announcements_say_what_is_held(self) -> None:
@@ -186,13 +193,8 @@ class PoolMachine(RuleBasedStateMachine):
                     self.once_stored[group].update(hashes)
                 case BlockRemoved(hashes=hashes, group=int(group)):
                     self.announced.subtract((group, h) for h in hashes)
-        held = Counter(
-            {
-                (g, key): len(ids)
-                for g, found in enumerate(self.pool.blocks.found)
-                for key, ids in found.items()
-            }
-        )
+        held = Counter({place: len(ids) for place, ids in self.findable().items()})
+        assert self.pool.blocks.twins.keys() <= held.keys()
         assert +self.announced == held
         assert min(self.announced.values(), default=0) >= 0
 

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ import msgspec
 from stub_publisher import BLOCK, StubPublisher, block_tokens, engine_hash
 
 from kvatlas.config import (
+    AgentConfig,
     Config,
     DirectoryConfig,
     GatewayConfig,
@@ -35,6 +37,8 @@ from kvatlas.connectors.child import Child
 from kvatlas.connectors.stub_cluster import StubCluster
 from kvatlas.connectors.stub_text import TextTokenizer
 from kvatlas.core import sequence
+from kvatlas.core.admission import Rules
+from kvatlas.core.ahead_copies import Params as AheadParams
 from kvatlas.errors import EngineError
 from kvatlas.service.assembly import Assembly
 from kvatlas.service.cluster_metrics import ClusterMetrics
@@ -102,6 +106,16 @@ class Answer(msgspec.Struct, frozen=True):
         return found
 
 
+def shared_secret(folder: Path, secret: bytes) -> tuple[Path, KeysConfig]:
+    """The file that agents are started with, and what a gateway is told to be one of theirs."""
+    file, config = folder / "secret", folder / "kvatlas.toml"
+    file.write_bytes(secret)
+    config.write_text(
+        f'[keys]\nsecret_file = "{file}"\n[[worker]]\nname = "w"\nurl = "http://127.0.0.1:1"\n'
+    )
+    return config, KeysConfig(secret_file=str(file))
+
+
 class Held(msgspec.Struct, frozen=True):
     """What the directory believes one worker holds of a prompt, in tokens; all and by tier."""
 
@@ -120,16 +134,24 @@ class Product:
         router: RouterConfig | None = None,
         directory: DirectoryConfig | None = None,
         tokenizer: TokenizerConfig | None = None,
+        admission: Rules | None = None,
         keys: KeysConfig | None = None,
+        agents: Iterable[AgentConfig] = (),
+        ahead: AheadParams | None = None,
         timing: Timing = QUICK,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.clock = clock
         self.config = Config(
             worker=tuple(workers),
+            agent=tuple(agents),
             gateway=gateway or GatewayConfig(port=0),
             router=router or RouterConfig(),
             directory=directory or DirectoryConfig(),
             tokenizer=tokenizer or TokenizerConfig(),
+            admission=admission or Rules(),
             keys=keys or KeysConfig(),
+            ahead=ahead or AheadParams(),
         )
         self.timing = timing
         self.port = 0
@@ -145,7 +167,9 @@ class Product:
         await self.client.close()
 
     async def start(self) -> None:
-        self.assembly = Assembly(self.config, timing=self.timing, feed_limits=FEED)
+        self.assembly = Assembly(
+            self.config, timing=self.timing, feed_limits=FEED, clock=self.clock
+        )
         await self.assembly.start()
         port = self.port or self.config.gateway.port
         settings = msgspec.structs.replace(self.config.gateway, port=port)
@@ -351,10 +375,12 @@ class FakeWorker:
         self.running = 0  # as its metrics say
         self.asleep = False
         self.draft = False  # its metrics tell of one
+        self.cache_config = ""  # labels by which its metrics tell of its cache
         self.healthy = True
         self.started = 1000.0
         self.gate: asyncio.Event | None = None  # answers wait for it
         self.cached_tokens = 0
+        self.metrics: list[str] = []  # further lines of its metrics
         self.busy = self.most = 0  # requests that it holds now, and the most it ever held
         self._server: HttpServer | None = None
         self._port = 0
@@ -426,7 +452,9 @@ class FakeWorker:
                 f"process_start_time_seconds {self.started}",
             ]
             lines += ['vllm:spec_decode_num_drafts_total{engine="0"} 0.0'] if self.draft else []
-            reply.send(200, [], "\n".join(lines).encode())
+            if self.cache_config:
+                lines.append(f"vllm:cache_config_info{{{self.cache_config}}} 1.0")
+            reply.send(200, [], "\n".join(lines + self.metrics).encode())
         else:
             reply.send(404, [])
 

@@ -74,7 +74,9 @@ async def test_a_broken_part_means_routing_by_load(
             patch.setattr(getattr(product.assembly, part), method, planted)
             answers = [await product.complete(PROMPTS[0]) for _ in range(4)]
             reason = f"{part}_failed"
-            assert {(a.status, a.fallback, a.expected) for a in answers} == {(200, reason, 0)}
+            assert {(a.status, a.fallback, a.expected) for a in answers} == {
+                (200, f"lookup: {reason}", 0)
+            }
             assert len(shares(answers)) == 2
             assert await product.metric("kvatlas_fallbacks_total", reason=reason) == 4
             assert (await product.directory())["fallbacks"][reason] == 4
@@ -87,7 +89,7 @@ async def test_no_tokenizer_at_all_is_flagged() -> None:
     async with FakeWorker("w1") as w1, Product([w1.config()]) as product:
         await product.settled()
         answer = await product.chat([{"role": "user", "content": "hello"}])
-        assert (answer.status, answer.fallback) == (200, "endpoint_failed")
+        assert (answer.status, answer.fallback) == (200, "lookup: endpoint_failed")
         assert "tokenizer:endpoint" in await product.flags()
 
 

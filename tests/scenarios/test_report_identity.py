@@ -134,9 +134,9 @@ keys = ring.chain(ring.root(print_of), array("I", range(100, 112)).tobytes(), 4)
 print(*[key.hex() for key in keys])
 """
 GOLDEN_KEYS = """
-7b03673cc1661eb68006a17f125161bd
-eb1a4b3f108d9d17862d256bc3986de4
-2d11d87fa4c16b9744d539faa8d90e09
+db501e2af5ad38bf4e46269b117d8050
+2ae38b8544d9d975d9b3dc9bafde2f54
+425cd9c2339828d218fb473a3be5ab13
 """
 
 

@@ -31,9 +31,9 @@ from harness import (
 from kvatlas.config import RouterConfig, TokenizerConfig
 from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
 from kvatlas.connectors.stub_text import FileTokenizer
-from kvatlas.core.layout import plain
 from kvatlas.demo.vocabulary import write_tokenizer
 from kvatlas.service.engines import Timing
+from kvatlas.workload.models import load_layout
 from kvatlas.workload.spec import EngineSpec
 
 WORKERS = 8
@@ -129,24 +129,26 @@ TENTH_MS = 10_000.0  # tokens/s: a tenth of the report's millisecond per new tok
 
 
 @contextlib.asynccontextmanager
-async def four(time_scale: float = 1.0) -> AsyncIterator[tuple[Product, StubCluster]]:
+async def four(layout: str = "16") -> AsyncIterator[tuple[Product, StubCluster]]:
     spec = EngineSpec(
         blocks=4000,
         prefill_tokens_per_s=TENTH_MS,
         decode_step_s=0.001,
         context_tokens=8192,
-        time_scale=time_scale,
     )
-    async with StubCluster(StubOptions(plain(16), spec, model_name="m", count=4)) as cluster:
+    state = load_layout(layout, engine="vllm")
+    async with StubCluster(StubOptions(state, spec, model_name="m", count=4)) as cluster:
         router = RouterConfig(prefill_tokens_per_s=TENTH_MS)
-        async with Product(stub_workers(cluster, "16"), router=router) as product:
+        async with Product(stub_workers(cluster, layout), router=router) as product:
             await product.settled()
             yield product, cluster
 
 
-async def burst(product: Product, *, within_s: float = 0.05) -> list[asyncio.Task[Answer]]:
+async def burst(
+    product: Product, tails: list[list[int]] = TAILS, *, within_s: float = 0.05
+) -> list[asyncio.Task[Answer]]:
     tasks = []
-    for tail in TAILS:
+    for tail in tails:
         prompt = [*SHARED, *tail]
         tasks.append(asyncio.create_task(product.complete(prompt, max_tokens=2, stream=True)))
         await asyncio.sleep(within_s / BURST)
@@ -163,6 +165,16 @@ async def test_llm_d_router_1726_a_burst_computes_its_prefix_once_or_twice() -> 
         assert sum(computed.values()) <= 9_600
         assert sum(tokens >= 4000 for tokens in computed.values()) <= 2
         assert await product.in_flight() == {}
+
+
+async def test_a_burst_of_one_v4_prompt_is_computed_twice_and_its_end_by_each() -> None:
+    """V4 resumes at few positions: behind the last one of a prompt everybody computes the rest."""
+    async with four("deepseek-v4-flash") as (product, _):
+        answers = await asyncio.gather(*await burst(product, [[]] * BURST))
+        assert {a.status for a in answers} == {200}
+        computed = await computed_tokens(product, await product.workers())
+        assert sum(computed.values()) <= 12_800
+        assert sum(tokens >= 3800 for tokens in computed.values()) <= 2
 
 
 async def computed_tokens(product: Product, rows: dict[str, dict[str, object]]) -> Counter[str]:

@@ -9,7 +9,15 @@ import msgspec
 
 from kvatlas.core.events import Batch
 from kvatlas.core.router import Decision
-from kvatlas.sim.cluster import Cluster, ClusterFile, EngineTable, RouterTable, build
+from kvatlas.sim.cluster import (
+    Cluster,
+    ClusterFile,
+    EngineTable,
+    LinkTable,
+    RouterTable,
+    TiersTable,
+    build,
+)
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.gateway import Inquiry, Outcome
 from kvatlas.workload.protocol import Admitted, Arrive
@@ -68,14 +76,21 @@ def cluster_of(policy: str = "price", **fields: object) -> Cluster:
     return build(ClusterFile(engine=(table,), router=router), lambda place: place)
 
 
-def pairs_of(prefill: int = 2, decode: int = 2, **fields: object) -> Cluster:
+def pairs_of(
+    prefill: int = 2,
+    decode: int = 2,
+    *,
+    tiers: TiersTable | None = None,
+    links: tuple[LinkTable, ...] = (),
+    **fields: object,
+) -> Cluster:
     """Prefill and decode engines as `cluster_of`; the first link of each is RDMA at 400 Gbit/s."""
     values = {"devices": 2, "expert_precision": "fp4", **fields}
     tables = tuple(
         msgspec.convert({"name": role, "role": role, "count": count, **values}, EngineTable)
         for role, count in (("prefill", prefill), ("decode", decode))
     )
-    return build(ClusterFile(engine=tables), lambda place: place)
+    return build(ClusterFile(engine=tables, link=links, tiers=tiers), lambda place: place)
 
 
 class Log:

@@ -15,6 +15,7 @@ from sim_kit import BLOCK, chats, cluster_of
 
 from kvatlas.cli.main import main
 from kvatlas.cli.sim import show
+from kvatlas.demo.vocabulary import write_tokenizer
 from kvatlas.sim.world import simulate
 
 
@@ -79,9 +80,11 @@ def test_json_alone_on_stdout(trace: Path, capsys: pytest.CaptureFixture[str]) -
         (["--max-output", "-1"], "--max-output -1"),
         (["--time-scale", "nan"], "--time-scale nan"),
         (["--time-scale", "-1"], "--time-scale -1"),
+        (["--time-scale", "1e300"], "a --time-scale below"),
         (["--slo-ttft-s", "-1"], "--slo-ttft-s -1"),
         (["--engines", "0"], "--engines 0"),
         (["--cluster", "no.toml"], "cannot be read"),
+        (["--export", "-"], "--export -: give a file"),
         (["--cluster", "no.toml", "--engines", "2"], "--engines"),
         (["--json", "/nowhere/x.json"], "cannot be written"),
         (["--export", "/nowhere/x.jsonl"], "cannot be written"),
@@ -96,6 +99,66 @@ def test_bad_input_is_one_line_and_exit_2(
     told = capsys.readouterr().err
     assert what in told
     assert told.count("\n") == 1
+
+
+def test_a_trace_is_read_with_the_options_that_its_format_asks_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {"prompt": "hello there, how are you today? " * 9}
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps({"ts": 9 * n, "body": body}) + "\n" for n in range(2)))
+    write_tokenizer(tmp_path, [body["prompt"]])
+    plain = ["--trace", str(log), "--quiet", "--block-tokens", "8"]
+    assert main(["sim", *plain]) == 2
+    assert "(--tokenizer)" in capsys.readouterr().err
+    assert main(["sim", *plain, "--tokenizer", str(tmp_path), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["latency"]["requests"] == 2
+    sessions = tmp_path / "sessions.jsonl"
+    turn = [0, 0, 640, 3, 1, 0, [[1, 10]]]
+    line = {"id": "", "bs": 64, "tool": 0, "sys": 0, "r": [turn]}
+    sessions.write_text("".join(json.dumps(line | {"id": str(n)}) + "\n" for n in range(9)))
+    spans = []
+    for gap_s in ("10", "300"):
+        argv = ["sim", "--trace", str(sessions), "--quiet", "--session-gap-s", gap_s]
+        assert main([*argv, "--engines", "1", "--json", "-"]) == 0
+        spans.append(json.loads(capsys.readouterr().out)["latency"]["duration_s"])
+    assert spans[1] > 20 * spans[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--trace", "trace.jsonl"], "--trace"),
+        (["--seed", "5"], "--seed"),
+        (["--closed-loop"], "--closed-loop"),
+        (["--json", "result.json"], "--json"),
+        (["--session-gap-s", "5"], "--session-gap-s"),
+    ],
+)
+def test_an_option_before_faults_is_not_ignored(
+    options: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["sim", *options, "faults", "--seeds", "1"])
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert f"{named} is no option of faults" in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--json", "--export"])
+def test_a_result_never_goes_over_what_is_read(
+    trace: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = trace.read_bytes()
+    other = tmp_path / "link"
+    other.symlink_to(trace)
+    assert main(["sim", "--trace", str(trace), option, str(other)]) == 2
+    told = capsys.readouterr()
+    assert told.err.endswith("the command reads or writes that file already\n")
+    assert trace.read_bytes() == before
+    both = ["--json", str(tmp_path / "new"), "--export", str(tmp_path / "new")]
+    assert main(["sim", "--trace", str(trace), *both]) == 2
 
 
 def test_a_damaged_trace_is_found_before_anything_runs(
@@ -129,15 +192,15 @@ def test_requests_that_fit_nowhere_are_counted_and_exit_1(
     assert "need more than all 20 blocks of the pool" in told
 
 
-def test_tiers_below_engines_that_have_none_are_refused(
+def test_halves_of_pairs_have_tiers_too(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = tmp_path / "cluster.toml"
     half = '[[engine]]\nname = "{0}"\nrole = "{0}"\ndevices = 4\n'
     cluster.write_text(half.format("prefill") + half.format("decode"))
     argv = ["sim", "--trace", str(trace), "--cluster", str(cluster), "--quiet"]
-    assert main([*argv, "--tiers", "dram=1GB"]) == 2
-    assert "only combined engines" in capsys.readouterr().err
+    assert main([*argv, "--tiers", "dram=1GB"]) == 0
+    assert "moved, save dram" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")

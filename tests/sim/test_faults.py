@@ -18,21 +18,25 @@ from kvatlas.sim.checkers import CLASSES
 from kvatlas.sim.faults import KINDS
 from kvatlas.sim.faults_run import Report, run_seed, run_seeds
 
+#: Cheap worlds in which, all together, every kind of fault takes effect.
+WORLDS = (4, 6, 9, 13, 19, 22, 23, 33, 35, 36, 37, 38, 41, 45)
+#: Where a canary is found that seed 0 does not find.
+FOUND_BY = {"bounds": 3, "convergence": 4, "over-promise": 1, "unexplained-error": 9}
+
 
 def test_nothing_is_violated() -> None:
-    report = Report.of(run_seeds(range(40)))
-    assert report.seeds == 40
+    report = Report.of(run_seeds(WORLDS))
+    assert report.seeds == len(WORLDS)
     assert report.violations == 0, report.failing
-    assert report.answered > 1_000
-    assert report.promises > 500  # or the worlds are too poor to say anything
+    assert all(report.faults.values()), report.faults
+    assert report.answered > 500
+    assert report.promises > 300  # or the worlds are too poor to say anything
 
 
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_a_planted_bug_is_found(name: str) -> None:
-    found: dict[str, int] = {}
-    for seed in range(40):
-        found = run_seed(seed, canary=name).found
-        if found.get(name):
+    for seed in (FOUND_BY.get(name, 0), *range(40)):  # worlds change with what they are made of
+        if run_seed(seed, canary=name).found.get(name):
             return
     raise AssertionError(f"{name}: not found in 40 seeds")
 
@@ -82,11 +86,11 @@ def _digest(hash_seed: str) -> str:
     return done.stdout.decode().strip()
 
 
-def test_the_same_seed_plays_the_same_in_other_processes() -> None:
+def test_the_same_seed_plays_the_same_in_another_process() -> None:
     lines: list[str] = []
     run_seed(12, say=lines.append)
     here = hashlib.sha256(repr(lines).encode()).hexdigest()
-    assert {_digest("0"), _digest("4242")} == {here}
+    assert _digest("4242") == here
 
 
 def test_the_page_lists_kinds_and_classes() -> None:

@@ -9,8 +9,11 @@ import msgspec
 import pytest
 
 from kvatlas.core.agent_values import Kind
+from kvatlas.core.events import UnitsHeld
 from kvatlas.core.records import Tier
+from kvatlas.core.units import Sizes
 from kvatlas.sim.checkers import Checkers
+from kvatlas.sim.checkers_agents import AgentWatch
 from kvatlas.sim.checkers_tiers import (
     TierWatch,
     check_books,
@@ -47,6 +50,7 @@ class Stage:
             tap=self.checkers.tap,
         )
         TierWatch(self.checkers, self.world)
+        AgentWatch(self.checkers, self.world)
         for ask in plan.asks:
             self.checkers.will_ask(ask)
         self.world.begin()
@@ -111,6 +115,28 @@ def test_bytes_move_both_ways_and_damage_is_met() -> None:
         assert not stage.checkers.found
     assert moved[Kind.SAVE] > 0
     assert moved[Kind.LOAD] > 0
+
+
+def test_a_body_is_no_point_without_a_record_to_engines_that_need_none() -> None:
+    """Found by seeds 949, 1373 and 1655 at 699ded0: on a node whose first engine has no windows
+    the checker took each body that its neighbour saved for a point that counts too soon."""
+
+    def mixed(plan: Scenario) -> bool:
+        assert plan.tiers
+        spec, kinds = plan.tiers.spec, {m.name: Sizes(m.layout).has_points for m in plan.members}
+        nodes = [[kinds[name] for name in node.engines] for node in plan.tiers.nodes]
+        alone = spec.disk_bytes and not (spec.object_bytes or spec.peers)
+        return bool(alone) and any(not has[0] and any(has) for has in nodes)
+
+    plan = first(mixed)
+    assert plan.tiers
+    disks = msgspec.structs.replace(plan.tiers.spec, dram_bytes=0)
+    stage = Stage(
+        msgspec.structs.replace(plan, tiers=msgspec.structs.replace(plan.tiers, spec=disks))
+    )
+    said = [event for node in stage.nodes for event in node.agent.held()]
+    assert any(isinstance(event, UnitsHeld) and event.points for event in said)
+    assert not stage.checkers.found
 
 
 def test_a_unit_that_is_not_booked_or_not_there_is_found(plan: Scenario) -> None:

@@ -2,143 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import msgspec
 import pytest
-from sim_kit import Log, chats, cluster_of
+from sim_kit import chats, cluster_of
+from tiers_kit import (
+    BODY,
+    LLAMA,
+    MODELS,
+    POINT,
+    SHARED,
+    TURN,
+    Stage,
+    fields_of,
+    prompt,
+    right,
+    tiered,
+)
 
+from kvatlas.config import size_bytes
 from kvatlas.core.agent_values import Config, Effect, Kind, Load
-from kvatlas.core.layout import Layout
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Unit
 from kvatlas.errors import ConfigError
-from kvatlas.sim.cluster import Cluster, load_cluster
-from kvatlas.sim.gateway import Inquiry, Outcome
+from kvatlas.sim.cluster import load_cluster
 from kvatlas.sim.links import LinkSpec
-from kvatlas.sim.tier_node import SimNode
-from kvatlas.sim.tier_spec import TierSpec, parse_tiers, size_bytes
+from kvatlas.sim.tier_spec import DISK_READ, DISK_WRITE, TierSpec, parse_tiers
 from kvatlas.sim.tier_units import Kept
-from kvatlas.sim.world import World, simulate
-from kvatlas.workload.state import Memory
-
-TURN = 256 * 8  # tokens
-
-
-def prompt(turns: int, seed: int = 1) -> bytes:
-    """Token ids of a session after so many turns."""
-    return b"".join((seed * 100_000 + i).to_bytes(4, "little") for i in range(TURN * turns))
-
-
-class Answering(Memory):
-    """Remembers the first token of each answer: it depends on all state before it."""
-
-    first: dict[str, int]
-
-    def token(self, id: str, index: int) -> int:
-        made = super().token(id, index)
-        if not index:
-            self.first[id] = made
-        return made
-
-
-def tiered(spec: TierSpec, **fields: object) -> Cluster:
-    return msgspec.structs.replace(cluster_of(**fields), tiers=spec)
-
-
-class Stage:
-    """A cluster whose engines really compute, one request at a time."""
-
-    def __init__(self, spec: TierSpec | None, **fields: object) -> None:
-        self.log = Log()
-        self.answers: dict[str, int] = {}
-        cluster = cluster_of(**{"count": 2, "per_node": 2, **fields})
-        self.world = World(
-            msgspec.structs.replace(cluster, tiers=spec),
-            engine_watchers=[self.log],
-            gateway_watchers=[self.log],
-            make_model=self._model,
-        )
-        for engine in self.world.engines.values():
-            engine.start()
-        self.world.gateway.start()
-
-    def _model(self, layout: Layout) -> Memory:
-        made = Answering(layout)
-        made.first = self.answers
-        return made
-
-    @property
-    def nodes(self) -> Sequence[SimNode]:
-        assert self.world.tiers is not None
-        return list(self.world.tiers.nodes.values())
-
-    def ask(self, id: str, tokens: bytes, *, scope: str = "", finish: bool = True) -> None:
-        self.world.gateway.ask(Inquiry(id, tokens, 4, scope), lambda outcome: None)
-        if finish:
-            self.until(lambda: not self.world.gateway.in_flight)
-            self.wait(5.0)
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        end = self.world.timeline.now + 600.0
-        while not condition():
-            assert self.world.timeline.step(), "it never came to that"
-            assert self.world.timeline.now < end, "it takes too long"
-
-    def wait(self, seconds: float) -> None:
-        self.world.timeline.after(seconds, lambda: None)
-        end = self.world.timeline.now + seconds
-        self.until(lambda: self.world.timeline.now >= end)
-
-    def outcome(self, id: str) -> Outcome:
-        (found,) = [outcome for outcome in self.log.outcomes if outcome.id == id]
-        assert not found.fault
-        return found
-
-    def only(self, engine: str) -> None:
-        """Leave one engine, with an empty cache."""
-        for name, each in self.world.engines.items():
-            each.stop()
-            if name == engine:
-                each.start()
-        self.wait(10.0)
-
-    def at_rest(self) -> None:
-        """Nothing is under way, nothing held that should not be; the directory says the same."""
-        self.world.gateway.stop()
-        while self.world.timeline.step():
-            pass
-        shelves = self.world.dispatcher.directory.shelves
-        for node in self.nodes:
-            assert not node.agent.busy
-            for tier in (Tier.DRAM, Tier.DISK):
-                if not node.held(tier):
-                    continue
-                books = node.agent.ledger(tier)
-                assert set(node.held(tier)) == {entry.key for entry in books.entries()}
-                usage = books.usage()
-                assert not usage.reserved_bytes + usage.leases + usage.leaving_bytes
-                bodies = sum(not name[-1] for name in node.held(tier))
-                points = len(node.held(tier)) - bodies
-                assert shelves.held(node.publisher)[tier] == (bodies, points)
-        for engine in self.world.engines.values():
-            assert engine.model.free_share == 1.0
-            assert not engine.model.held
-
-
-def right(tokens: bytes, **fields: object) -> int:
-    """What an engine answers that computed everything."""
-    stage = Stage(None, **fields)
-    stage.ask("cold", tokens)
-    return stage.answers["cold"]
-
-
-POINT, BODY = 15_467_904, 1_002_240  # bytes of DeepSeek V4 Flash in vLLM, per 256 tokens
-MODELS = ["deepseek-v4-flash", "llama-3.1-70b"]
-
-
-def fields_of(model: str) -> dict[str, object]:
-    return {"model": model, "devices": 4 if model.startswith("llama") else 2}
+from kvatlas.sim.world import simulate
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -306,8 +196,10 @@ def test_an_engine_dies_in_mid_save_and_in_mid_load() -> None:
     stage.at_rest()
 
 
-def test_a_load_that_takes_too_long_is_given_up() -> None:
-    agent = Config(load_s=2.0, hit_share=1.0)
+@pytest.mark.parametrize(("load_s", "given_s"), [(0.5, 0.5), (10.0, 1.0)])
+def test_a_load_that_takes_too_long_is_given_up(load_s: float, given_s: float) -> None:
+    """By the limit for all loads, or once it has taken as long as computing its tokens would."""
+    agent = Config(load_s=load_s, hit_share=1.0)
     stage = Stage(TierSpec(dram_bytes=10**12, agent=agent), count=1)
     stage.ask("one", prompt(4))
     stage.only("e-0")
@@ -316,7 +208,7 @@ def test_a_load_that_takes_too_long_is_given_up() -> None:
     stage.until(lambda: not stage.world.gateway.in_flight)
     two = stage.outcome("two")
     assert two.cached_tokens == 0
-    assert 2.0 < two.ttft_s < 4.0
+    assert given_s < two.ttft_s < given_s + 0.5
     assert stage.nodes[0].agent.counts["load_late"] == 1
     assert stage.answers["two"] == right(prompt(4))
     stage.world.fabric.set_speed(HOST, 1.0)
@@ -374,6 +266,21 @@ def test_peers_read_each_others_dram() -> None:
     stage.ask("two", prompt(3))
     assert stage.outcome("two").cached_tokens == 2 * TURN - 256
     assert stage.answers["two"] == right(prompt(3))
+    stage.at_rest()
+
+
+def test_the_next_turn_resumes_what_was_answered_too() -> None:
+    """But for the last token, which nobody computed, and what does not fill a block."""
+    stage = Stage(SHARED, **{**LLAMA, "count": 1})
+    stage.ask("one", prompt(1), output=100)
+    said = b"".join(token.to_bytes(4, "little") for token in stage.texts["one"])
+    assert len(said) == 400
+    again = prompt(1) + said + prompt(1, seed=2)
+    stage.only("e-0")
+    stage.ask("two", again)
+    two = stage.outcome("two")
+    assert two.cached_tokens == two.expected_tokens == TURN + 96
+    assert stage.answers["two"] == right(again, **LLAMA)
     stage.at_rest()
 
 
@@ -454,6 +361,26 @@ def test_the_file_says_what_is_below(tmp_path_factory: pytest.TempPathFactory) -
     assert spec is not None
     assert (spec.dram_bytes, spec.peers) == (10**12, True)
     assert spec.agent.write_through == (Tier.OBJECT,)
+    rates = f"{DISK_READ.bytes_per_s}\ndisk_write_bytes_per_s = {DISK_WRITE.bytes_per_s}"
+    path.write_text(f'{head}[tiers]\ndram = "1TB"\ndisk_read_bytes_per_s = {rates}\n')
+    assert load_cluster(path).tiers == TierSpec(dram_bytes=10**12)  # the defaults, written out
+    nic = 'dram = "1TB"\nobject = "1PB"\nstorage_link = "storage-NIC"\n'
+    for wrong, why in (
+        ('dram = "1TB"\nstorage_link = "rope"', r":7: unknown link 'rope'"),
+        ('dram = "1TB"\nstorage_link = "storage-NIC"', r":5: .*give object=SIZE"),
+        ('dram = "1TB"\nobject = "1PB"\nload_path = "dual"', r":5: .*needs a storage_link"),
+        (f'{nic}load_path = "dual"', r":9: .*there are none"),
+        (f'{nic}load_path = "both"', r":9: "),
+    ):
+        path.write_text(f"{head}[tiers]\n{wrong}\n")
+        with pytest.raises(ConfigError, match=rf"cluster\.toml{why}"):
+            load_cluster(path)
+    head = (
+        '[[engine]]\nmodel = "512"\nblocks = 9\nprefill_tokens_per_s = 1.0\ndecode_step_s = 1.0\n'
+    )
+    path.write_text(f'{head}[tiers]\ndram = "1TB"\n')
+    with pytest.raises(ConfigError, match=r"cluster\.toml:6: a plain block size"):
+        load_cluster(path)
     for wrong in ('dram = "much"', 'dram = ""', 'dram = "1TB"\nhost_link = "rope"', "dram = 5"):
         path.write_text(f"{head}[tiers]\n{wrong}\n")
         with pytest.raises(ConfigError, match=r"cluster\.toml"):

@@ -6,16 +6,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 from sim_kit import Log, chats, cluster_of, ids
 
+from kvatlas.core.router import Policy
 from kvatlas.sim.gateway import Outcome
 from kvatlas.sim.world import Play, World, simulate
 
 
-@pytest.mark.parametrize("policy", ["price", "round_robin", "least_load"])
+@pytest.mark.parametrize("policy", get_args(Policy))
 def test_every_request_ends_once_and_every_token_is_accounted_for(policy: str) -> None:
     outcomes: list[Outcome] = []
     report = simulate(cluster_of(policy), chats(200), export=outcomes.append)

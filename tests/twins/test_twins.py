@@ -76,7 +76,7 @@ def outcome(call: Callable[[], object]) -> object:
     """What a call returns, or what it raises."""
     try:
         return call()
-    except (KeyError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, TypeError, ValueError) as error:
         return type(error), error.args
 
 

@@ -474,6 +474,18 @@ def test_what_others_say_is_gone_from_a_store_is_passed_on_once() -> None:
     assert not node.agent.handle(gone, node.now)
 
 
+def test_what_is_known_of_others_has_a_limit() -> None:
+    node = Driver(dram=400, config=Config(known_max=3))
+    node.attach()
+    keys = keys_of(1, 5)
+    units = tuple(Unit(keys[i], Part.BODY, i, 100) for i in (2, 3, 4, 0, 1))
+    node.do(Told(Tier.OBJECT, units))
+    assert node.agent.counts["known_forgotten"] == 2
+    (source,) = node.agent.sources(node.ask(keys), 2 * GRID)
+    assert source.units == units[3:]
+    assert not node.agent.sources(node.ask(keys), 3 * GRID)
+
+
 def test_a_smaller_tier_empties_downwards() -> None:
     node = Driver(dram=400, disk=1000)
     node.attach()

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from kvatlas.cli.main import main
 from kvatlas.core.keys import Keyring
 from kvatlas.errors import EngineError
-from kvatlas.service import agent
+from kvatlas.service import agent_socket
 from kvatlas.service import agent_wire as wire
-from kvatlas.service.agent import Peer, Prompt
+from kvatlas.service.agent_socket import Peer, Prompt
 
 RING = Keyring(b"s" * 32)
 ROOT = RING.root(b"f" * 32)
@@ -32,6 +32,19 @@ def test_frames_arrive_whole_however_they_are_cut(tokens: list[bytes], step: int
     for at in range(0, len(data), step):
         got += [wire.from_engine(body) for body in frames.add(data[at : at + step])]
     assert got == sent
+
+
+@pytest.mark.parametrize("step", [wire.READ_BYTES // 3, wire.READ_BYTES, 5 * wire.READ_BYTES])
+def test_frames_that_are_longer_than_what_comes_at_once(step: int) -> None:
+    sizes = [10, 3 * wire.READ_BYTES + 5, wire.READ_BYTES - 40, 0, 2 * wire.READ_BYTES, 7]
+    sent = [wire.Want(f"r{i}", os.urandom(size), i, 1.0) for i, size in enumerate(sizes)]
+    data = b"".join(wire.frame(message) for message in sent)
+    frames = wire.Frames()
+    got = []
+    for at in range(0, len(data), step):
+        got += [wire.from_engine(body) for body in frames.add(data[at : at + step])]
+    assert got == sent
+    assert len(frames._data) == wire.READ_BYTES, "the room for a long one is given back"
 
 
 @given(st.binary(max_size=200))
@@ -87,11 +100,31 @@ def test_what_cannot_be_is_said_in_one_line(
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has no keys.secret_file"),
+        ('[keys]\nsecret = "x"\n', "kvatlas.toml:2: unknown key 'keys.secret': did you mean"),
+        ('[keys]\nsecret_file = "nowhere"\n', "keys.secret_file: nowhere: No such file"),
+    ],
+)
+def test_a_config_without_a_secret_is_no_config_of_an_agent(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else it would make keys that nobody else makes. Of the rest of the file it wants nothing."""
+    path = tmp_path / "kvatlas.toml"
+    path.write_text(text + '[[worker]]\nname = "a"\n')
+    assert main(["agent", "--socket", str(tmp_path / "a.sock"), f"--config={path}"]) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert told.count("\n") == 1
+
+
 async def test_who_does_not_read_loses_its_connection_and_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever waits for its next message must wake, or what it holds is held for ever."""
-    monkeypatch.setattr(agent, "BACKLOG_BYTES_MAX", 100)
+    monkeypatch.setattr(agent_socket, "BACKLOG_BYTES_MAX", 100)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)

@@ -153,7 +153,6 @@ def made_study(*answers: study.Answer) -> study.Study:
     told, pairs = study.study(answers, [context(a.context) for a in answers])
     fields = {"model": "m", "weights": "w", "transformers": "1", "torch": "2", "device": "cpu"}
     return study.Study(
-        format="kvatlas.attention-study.1",
         **fields,
         seed=1,
         date="2026-01-01",
@@ -319,7 +318,10 @@ def test_texts_become_contexts_with_questions_about_parts(tmp_path: Path) -> Non
         "\n\n".join(f"## Part {n}\n\n{'Words that fill a line. ' * 6}" for n in range(30))
     )
     code.write_text("\n\n\n".join(f"def f{n}() -> int:\n    return {n} + {n}" for n in range(90)))
-    made = contexts([page, code], [page, code])
+    chats = [tmp_path / "chat.md", tmp_path / "chat.py"]
+    for chat, text in zip(chats, (page, code), strict=True):
+        chat.write_text(text.read_text())
+    made = contexts([page, code], chats)
     assert [c.kind for c in made] == ["document", "code", "chat", "code chat"]
     assert len({c.digest() for c in made}) == 4
     for each in made:
@@ -327,6 +329,8 @@ def test_texts_become_contexts_with_questions_about_parts(tmp_path: Path) -> Non
         assert len(each.questions) == 2
         assert all(q.about and q.about in said for q in each.questions)
         assert each.messages[0]["role"] == "user"
+    with pytest.raises(ConfigError, match=r"page\.md: another text has this name"):
+        contexts([page], [page])
 
 
 BAD: list[tuple[list[str], str]] = [
@@ -339,10 +343,10 @@ BAD: list[tuple[list[str], str]] = [
     (["--text", "PAGE"] * 33, "33 texts"),
     (["--show", str(KEPT), "--out", "nowhere/at/all.json"], "cannot be written"),
     (["--show", "nowhere.json"], "cannot be read"),
-    (["--show", "BINARY"], "no attention study"),
-    (["--show", "SHORT"], "no attention study"),
+    (["--show", "BINARY"], "no kvatlas.attention-study.1"),
+    (["--show", "SHORT"], "no kvatlas.attention-study.1"),
     (["--venv", "nowhere"], "nowhere has no vllm"),
-    (["--out", "nowhere/at/all.json"], "no directory"),
+    (["--out", "nowhere/at/all.json"], "there is no nowhere/at"),
 ]
 
 
@@ -364,15 +368,16 @@ def test_bad_input_is_one_line(
 def test_a_study_that_is_none() -> None:
     good: dict[str, Any] = msgspec.to_builtins(made_study(answer("a", 5)))
     told = good["answers"][0]
-    for changed in (
+    wrong: tuple[dict[str, Any], ...] = (
         {"format": "other"},
         {"answers": 3},
         {"answers": []},
         {"answers": [told | {"holding": [0.5]}]},
         {"surprise": 1},
         {"seed": "x"},
-    ):
-        with pytest.raises(ConfigError, match="x: no attention study"):
+    )
+    for changed in wrong:
+        with pytest.raises(ConfigError, match=r"x: no kvatlas\.attention-study\.1"):
             study.Study.decode(msgspec.json.encode(good | changed), "x")
     for changed in ({"context_tokens": -40}, {"context_tokens": 1 << 40}, {"profile": []}):
         with pytest.raises(ConfigError, match="x: a#5: its profile"):

@@ -19,6 +19,21 @@ def test_a_command_tells_its_own_options(name: str, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.startswith(f"usage: kvatlas {name} [-h]")
 
 
+@pytest.mark.parametrize(
+    "words", [("agent", "--dram", "10XB"), ("agent", "--no-such"), ("sim", "--jobs", "x"), ("no",)]
+)
+def test_a_wrong_word_is_told_in_one_line(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("kvatlas")
+    assert told.endswith("--help)\n")
+    assert told.count("\n") == 1
+
+
 def test_the_list_is_whole_whatever_stands_beside_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help", "serve"])

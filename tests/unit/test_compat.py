@@ -49,6 +49,7 @@ def changed(**fields: Any) -> Fingerprint:
         ("engine", "sglang"),
         ("engine_version", "0.31.0"),
         ("layout_digest", "0"),
+        ("variant", "dtype float16"),
     ],
 )
 def test_what_differs_alone_forbids_it_and_is_named(field: str, other: object) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvatlas import config
+from kvatlas.cli import serve
 from kvatlas.errors import ConfigError
+from kvatlas.service.metrics import GatewayMetrics
 
 GOOD = """\
 # two engines
@@ -39,6 +42,18 @@ def fault(file: Path, text: str | bytes) -> str:
     return str(caught.value)
 
 
+Change = tuple[str, str, int, str]  # what is replaced in a good file by what, and what is told
+
+
+def assert_told(file: Path, good: str, change: Change) -> None:
+    """The fault is told with its line."""
+    old, new, line, said = change
+    assert old in good
+    message = fault(file, good.replace(old, new))
+    assert message.startswith(f"{file}:{line}: ")
+    assert said in message
+
+
 def test_a_good_file_is_read_with_defaults_for_the_rest(file: Path) -> None:
     file.write_text(GOOD)
     loaded = config.load(file)
@@ -46,6 +61,11 @@ def test_a_good_file_is_read_with_defaults_for_the_rest(file: Path) -> None:
     assert [w.engine for w in loaded.worker] == ["vllm", "sglang"]
     assert loaded.gateway.port == 0
     assert loaded.router == config.RouterConfig()
+
+
+def test_the_mark_that_windows_begins_a_file_with_is_no_part_of_it(file: Path) -> None:
+    file.write_text(GOOD, "utf-8-sig")
+    assert [w.name for w in config.load(file).worker] == ["a", "b"]
 
 
 def test_values_cannot_be_changed_after_loading(file: Path) -> None:
@@ -65,11 +85,16 @@ def test_a_file_that_is_no_text_is_named(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "line", "said"),
+    "change",
     [
         ("port = 0", "prt = 0", 3, "unknown key 'gateway.prt': did you mean 'port'?"),
         ("[gateway]", "[gatway]", 2, "unknown key 'gatway': did you mean 'gateway'?"),
-        ("# two engines", "volume = 11", 1, "unknown key 'volume': there is: worker, gateway"),
+        (
+            "# two engines",
+            "volume = 11",
+            1,
+            "unknown key 'volume': there is: worker, agent, gateway",
+        ),
         ('engine = "sglang"', "model = 1", 12, "unknown key 'worker[1].model'"),
         ("port = 0", 'port = "0"', 3, "gateway.port: Expected `int`, got `str`"),
         ("port = 0", "port = 70000", 3, "gateway.port: Expected `int` <= 65535"),
@@ -84,13 +109,8 @@ def test_a_file_that_is_no_text_is_named(file: Path) -> None:
         ('engine = "sglang"', 'engine = "tgi"', 12, "worker[1].engine: Invalid enum value 'tgi'"),
     ],
 )
-def test_a_fault_is_told_with_its_line(
-    file: Path, old: str, new: str, line: int, said: str
-) -> None:
-    assert old in GOOD
-    message = fault(file, GOOD.replace(old, new))
-    assert message.startswith(f"{file}:{line}: ")
-    assert said in message
+def test_a_fault_is_told_with_its_line(file: Path, change: Change) -> None:
+    assert_told(file, GOOD, change)
 
 
 @pytest.mark.parametrize(
@@ -141,5 +161,144 @@ def test_every_table_of_the_file_is_known_to_the_messages() -> None:
         for f in msgspec.structs.fields(config.Config)
         if isinstance(f.type, type) and issubclass(f.type, msgspec.Struct)
     }
-    tables |= {"": config.Config, "worker": config.WorkerConfig}
+    tables |= {
+        "": config.Config,
+        "worker": config.WorkerConfig,
+        "agent": config.AgentConfig,
+    }
     assert tables == config._TABLES
+
+
+AGENT = """\
+[[worker]]
+name = "a"
+url = "http://127.0.0.1:9100"
+
+[[agent]]
+name = "node"
+url = "http://127.0.0.1:9470"
+workers = ["a"]
+"""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ('["a"]', '["b"]', 8, "agent 'node': there is no worker 'b'"),
+        ('["a"]', '["a", "a"]', 8, "'a' is listed for 'node' already"),
+        ('["a"]', '["node"]', 8, "there is no worker 'node'"),
+        ('["a"]', "[]", 8, "agent[0].workers: Expected `array` of length >= 1"),
+        ('"node"', '"a"', 6, "a worker and an agent are named 'a'"),
+        ('"node"', '"no de"', 6, "agent 'no de': a name goes into headers"),
+        ("http://127.0.0.1:9470", "127.0.0.1", 7, "agent 'node': '127.0.0.1' is not of the form"),
+    ],
+)
+def test_a_fault_of_an_agent_is_told_with_its_line(file: Path, change: Change) -> None:
+    file.write_text(AGENT)
+    assert config.load(file).agent[0].workers == ("a",)
+    assert_told(file, AGENT, change)
+
+
+HALVES = """\
+[[worker]]
+name = "p"
+url = "http://127.0.0.1:9100"
+role = "prefill"
+{p}
+
+[[worker]]
+name = "d"
+url = "http://127.0.0.1:9101"
+role = "decode"
+{d}
+"""
+
+
+def test_halves_of_pairs_are_read(file: Path) -> None:
+    at = 'pairing = "sglang"\nbootstrap = "http://127.0.0.1:8998"'
+    file.write_text(HALVES.format(p=at, d='pairing = "sglang"'))
+    assert [w.role for w in config.load(file).worker] == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "message"),
+    [
+        ("", 'pairing = "sglang"', "4: worker 'p' has the role 'prefill', and no worker with"),
+        ('pairing = "mooncake"', 'pairing = "mooncake"', "1: worker 'p' needs bootstrap"),
+        ('pairing = "sglang"\nbootstrap = "x:1"', 'pairing = "sglang"', "6: worker 'p' needs"),
+        ('bootstrap = "http://x:1"', "", "5: worker 'p' has a bootstrap address"),
+        ("", 'bootstrap = "http://x:1"', "11: worker 'd' has a bootstrap address"),
+    ],
+)
+def test_halves_that_could_not_meet_are_refused(file: Path, p: str, d: str, message: str) -> None:
+    assert f"{file}:{message}" in fault(file, HALVES.format(p=p, d=d))
+
+
+def test_only_halves_have_a_transport(file: Path) -> None:
+    file.write_text(HALVES.format(p='transport = "rdma"', d=""))
+    assert [w.transport for w in config.load(file).worker] == ["rdma", "any"]
+    whole = HALVES.format(p="", d='transport = "rdma"').replace('role = "decode"', "")
+    whole = whole.replace('role = "prefill"', "")
+    assert f"{file}:11: worker 'd' hands nothing over" in fault(file, whole)
+    wrong = HALVES.format(p='transport = "ib"', d="")
+    assert f"{file}:5: worker[0].transport: Invalid enum value 'ib': use one of any, rdma" in fault(
+        file, wrong
+    )
+
+
+PICKER = """\
+[picker]
+listen = "127.0.0.1:9002"
+[[worker]]
+name = "a"
+url = "http://10.0.0.1:8000"
+[[worker]]
+name = "b"
+url = "http://[fd00::1]:8000/"
+"""
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:9002", "[::]:0", "picker.example:65535"])
+def test_a_picker_is_read(file: Path, listen: str) -> None:
+    file.write_text(PICKER.replace("127.0.0.1:9002", listen))
+    assert config.load(file).picker.listen == listen
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("127.0.0.1:9002", "9002", 2, "'9002' is not of the form HOST:PORT"),
+        ("127.0.0.1:9002", "a:70000", 2, "is not of the form HOST:PORT"),
+        ("127.0.0.1:9002", "::1:80", 2, "is not of the form HOST:PORT"),
+        (
+            "10.0.0.1",
+            "vllm-0",
+            5,
+            "'a': 'http://vllm-0:8000': a proxy that asks the endpoint picker needs an IP address",
+        ),
+        (
+            "::1]:8000/",
+            "::1]:8000/base",
+            8,
+            "a proxy that asks the endpoint picker cannot add its path",
+        ),
+    ],
+)
+def test_a_fault_of_a_picker_is_told_with_its_line(file: Path, change: Change) -> None:
+    assert_told(file, PICKER, change)
+
+
+def test_names_are_good_where_there_is_no_picker(file: Path) -> None:
+    file.write_text(PICKER.replace("127.0.0.1:9002", "").replace("10.0.0.1", "vllm-0"))
+    assert config.load(file).worker[0].url == "http://vllm-0:8000"
+
+
+def test_without_the_extra_of_the_picker_it_says_what_to_install(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(PICKER)
+    loaded = config.load(file)
+    monkeypatch.delitem(sys.modules, "kvatlas.service.picker", raising=False)
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvatlas\[picker\]'"):
+        serve.new_picker(loaded, None, GatewayMetrics())  # type: ignore[arg-type]

@@ -19,9 +19,7 @@ from kvatlas.dataplane.arena import (
     Arena,
     Slot,
     Slots,
-    gather,
     remove_leftovers,
-    scatter,
 )
 from kvatlas.errors import ConfigError, StoreError
 
@@ -265,21 +263,21 @@ def test_files_that_are_no_arena_are_refused(arena: Arena, tmp_path: Path, damag
 
 
 @pytest.mark.parametrize("sizes", [[0], [1], [300_000], [37_376, 8_448, 1_168], [131_072, 1]])
-def test_parts_are_copied_in_order_and_summed_on_the_way(sizes: list[int]) -> None:
+def test_parts_are_copied_in_order_and_summed_on_the_way(
+    arena: Arena, slots: Slots, sizes: list[int]
+) -> None:
     parts = [memoryview(os.urandom(size)) for size in sizes]
     joined = b"".join(parts)
-    target, digest = memoryview(bytearray(len(joined) + 5)), xxhash.xxh3_128()
-    assert gather(target, parts, digest) == len(joined)
-    assert target[: len(joined)] == joined
-    assert digest.digest() == xxhash.xxh3_128_digest(joined)
-    back, digest = [memoryview(bytearray(size)) for size in sizes], xxhash.xxh3_128()
-    assert scatter(memoryview(joined), back, digest) == len(joined)
+    slot = taken(slots, len(joined) + 5)
+    assert arena.copy_in(slot, parts) == xxhash.xxh3_128_intdigest(joined)
+    assert bytes(arena.view(slot)) == joined + bytes(5)
+    back = [memoryview(bytearray(size)) for size in sizes]
+    assert arena.copy_out(slot, back) == xxhash.xxh3_128_intdigest(joined)
     assert [bytes(part) for part in back] == [bytes(part) for part in parts]
-    assert digest.digest() == xxhash.xxh3_128_digest(joined)
 
 
-def test_parts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(StoreError, match="do not fit"):
-        gather(memoryview(bytearray(10)), [memoryview(bytes(11))])
-    with pytest.raises(StoreError, match="no more"):
-        scatter(memoryview(bytes(10)), [memoryview(bytearray(11))])
+def test_parts_that_do_not_fit_are_refused(arena: Arena, slots: Slots) -> None:
+    slot = taken(slots, 10)
+    for copy in (arena.copy_in, arena.copy_out):
+        with pytest.raises(StoreError, match="parts of 11 bytes where 10 are"):
+            copy(slot, [memoryview(bytearray(11))])

@@ -37,7 +37,9 @@ def test_roles_are_single_tokens_in_its_chat_template(tmp_path: Path):
     assert tokens[-2:] == ["<|end|>", "<|assistant|>"]
 
 
-@pytest.mark.parametrize(("rate", "expected"), [(3000.0, 1.0), (275.0, 2.0), (1.0, 4.0)])
+@pytest.mark.parametrize(
+    ("rate", "expected"), [(3000.0, 1.0), (275.0, 2.0), (22.0, 25.0), (1.0, 25.0)]
+)
 def test_slow_machines_are_given_time_within_bounds(rate: float, expected: float):
     assert real.pace(rate) == pytest.approx(expected)
 

@@ -47,6 +47,7 @@ def test_memory_is_what_the_driver_shows() -> None:
         {"flops": {}},
         {"flops": {"bf16": 0.0}},
         {"flops": {"bf16": math.nan}},
+        {"flops": {"bf16": 1e15, "fp99": 1e15}},
         {"memory_bytes": 0},
         {"memory_bytes_per_s": math.inf},
         {"memory_bytes_per_s": -1.0},
@@ -152,4 +153,4 @@ def test_the_stub_engine_takes_a_speed_of_zero_at_its_word(
     assert stub_engine._spec(args, layout).decode_step_s == 0
     assert stub_engine._spec(build_parser().parse_args(asked), layout).decode_step_s == 0.02
     assert main(["stub-engine", "--layout", "16", "--prefill-tokens-per-s", "0"]) == 2
-    assert "prefill_tokens_per_s (above 0)" in capsys.readouterr().err
+    assert "prefill_tokens_per_s is 0.0: give a number above 0" in capsys.readouterr().err

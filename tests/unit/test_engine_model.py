@@ -21,9 +21,12 @@ from kvatlas.workload.protocol import (
     Cleared,
     Computed,
     Effect,
+    Held,
+    Hold,
     Produced,
     Published,
     Rejected,
+    Release,
 )
 from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.step_time import StepTime
@@ -143,6 +146,25 @@ def test_when_the_pool_is_full_the_youngest_starts_again_and_all_finish() -> Non
     assert len(of(effects, Admitted, "0")) == 1
     assert len(of(effects, Admitted, "2")) > 1
     assert engine.free_share == 1.0
+
+
+def test_who_comes_back_tells_under_which_keys_its_answer_was_found() -> None:
+    """Found by seed 399 at 699ded0: a request that was thrown out resumes behind its prompt, and
+    nobody outside the engine knows the keys of the blocks there."""
+    engine = Engine(GQA, spec(blocks=10, step_tokens=1000, max_held=3))
+    for n in range(3):
+        engine.handle(Arrive(str(n), ids(90, seed=n), 120), 0.0)
+    resumed: list[Admitted] = []
+    while (due := engine.next_deadline()) is not None:
+        for effect in engine.tick(due):
+            if isinstance(effect, Admitted) and effect.cached_tokens > 90:
+                assert engine.handle(Hold(effect.resumed), due) == (Held(effect.resumed),)
+                assert engine.handle(Release(effect.resumed), due) == ()
+                resumed.append(effect)
+    assert [(a.id, [ref.index for ref in a.resumed]) for a in resumed] == [
+        ("1", [0, 1, 2]),
+        ("2", [0, 1, 2]),
+    ]
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefill", "decode"])
@@ -318,7 +340,7 @@ def test_the_overhead_is_paid_once_per_step() -> None:
         ({"step_overhead_s": float("nan")}, "step_overhead_s is nan"),
         ({"prefill_tokens_per_s": 0.0}, "above 0"),
         ({"decode_step_s": None}, "together"),
-        ({"decode_step_s": -0.1}, "negative"),
+        ({"decode_step_s": -0.1}, "decode_step_s is -0.1"),
         ({"retention_tokens": 5}, "multiple of the grid"),
         ({"prefill_tokens_per_s": None, "decode_step_s": None}, "no compute figures"),
     ],

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from kvatlas.core import native
-from kvatlas.core.keys import Keyring
+from kvatlas.core.keys import PUBLIC, Keyring, Scope, tenant_scope
 
 needs_sha = pytest.mark.skipif(
     not native.accelerated, reason="this processor has no SHA instructions: hashlib does it all"
@@ -57,3 +57,8 @@ def test_keys_do_not_depend_on_the_processor(monkeypatch: pytest.MonkeyPatch) ->
     assert with_extra == ring.chain(parent, tokens, 16, (b"", b"image"))
     assert with_extra[0] == fast[0]
     assert with_extra[1] != fast[1]
+
+
+def test_no_name_is_no_tenant() -> None:
+    assert tenant_scope("") == PUBLIC
+    assert tenant_scope("a") == Scope("tenant", "a") != tenant_scope("b")

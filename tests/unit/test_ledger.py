@@ -76,7 +76,8 @@ def test_what_a_reader_has_is_not_evicted_by_two_hundred_stores() -> None:
     assert ledger.free_bytes == 100
 
 
-def test_an_entry_is_given_up_in_two_steps_and_rescued_by_a_reader_between_them() -> None:
+@pytest.mark.parametrize("how", ["pin", "lease"])
+def test_an_entry_is_given_up_in_two_steps_and_rescued_by_a_reader_between_them(how: str) -> None:
     ledger = ledger_of(10)
     for key in range(10):
         put(ledger, key, now=float(key))
@@ -84,12 +85,12 @@ def test_an_entry_is_given_up_in_two_steps_and_rescued_by_a_reader_between_them(
     assert (first.key, second.key) == (0, 1)
     assert 0 in ledger, "it is readable until its bytes are copied down"
     assert ledger.free_bytes == 0
-    assert ledger.pin(0, "reader")
+    assert ledger.pin(0, "reader") if how == "pin" else ledger.lease(0, 99.0, 20.5, owner="reader")
     assert not ledger.end_eviction(0, 21.0)
     assert ledger.end_eviction(1, 21.0)
     assert 1 not in ledger
     assert (ledger.free_bytes, ledger.evicted_bytes) == (1, 1)
-    ledger.unpin(0, "reader")
+    ledger.forget("reader")
     assert [e.key for e in ledger.evict(22.0, 9)] == [2, 3, 4, 5, 6, 7, 8, 9]
     for wrong in (0, 1, 99):
         with pytest.raises(LedgerError, match="not chosen"):
@@ -105,7 +106,7 @@ def test_deleted_while_it_is_copied_down_it_goes_when_the_copy_is_done() -> None
     (victim,) = ledger.begin_eviction(1.0, 3)
     assert ledger.drop(victim.key) is None
     assert victim.key not in ledger
-    assert ledger.usage().doomed_bytes == 5
+    assert (ledger.usage().doomed_bytes, ledger.usage().leaving_bytes) == (5, 0)
     assert why(ledger.reserve(victim.key, Facts(5), 1.0)) is Why.LEAVING
     assert ledger.end_eviction(victim.key, 2.0)
     assert ledger.usage().committed_bytes == 5

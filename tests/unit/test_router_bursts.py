@@ -8,7 +8,7 @@ import pytest
 
 from kvatlas.core.layout import plain
 from kvatlas.core.records import Publisher, Resume
-from kvatlas.core.router import FAIR_SHARE_FLOOR, IDLE_SHARE, Ask, Decision, Params, Router
+from kvatlas.core.router import FAIR_SHARE_FLOOR, Ask, Decision, Params, Router
 
 BLOCK = 50
 PREFIX = [b"%016d" % i for i in range(80)]
@@ -67,5 +67,5 @@ def test_no_engine_stands_idle_in_a_crowd() -> None:
     for number in range(480):
         send(made, number, held)
         loads = made.in_flight().values()
-        assert min(loads) > 0 or max(loads) <= IDLE_SHARE
+        assert min(loads) > 0 or max(loads) <= FAIR_SHARE_FLOOR
     assert min(made.in_flight().values()) > 0

@@ -390,3 +390,52 @@ def test_what_it_stored_since_it_woke_stays() -> None:
     assert seqs(sequencer.dropped("it sleeps")) == ["reset"]
     assert seqs(sequencer.offer(batch(6), 1.0)) == [6]  # perhaps from before it fell asleep
     assert seqs(sequencer.dropped("it slept", awake=True)) == ["reset"]
+
+
+def begun_late(now: float) -> Sequencer:
+    """One that met a new life while it could not be asked, and its batch 0 after its batch 1."""
+    sequencer = running(4)
+    effects = sequencer.offer(batch(9), now)
+    while sequencer.replaying:
+        effects = sequencer.tick(sequencer.next_deadline() or now)
+    assert seqs(effects) == ["reset", 9]
+    assert seqs(sequencer.offer(batch(1, ts=51.0), now)) == ["reset", 1]
+    assert sequencer.next_deadline() is None
+    assert sequencer.offer(batch(0, ts=50.0), now) == []
+    return sequencer
+
+
+def test_a_first_batch_that_comes_after_the_second_is_asked_for_again() -> None:
+    """What it said would stay unknown until an orphan complained (found by the fault simulation:
+    a new life whose batches overtook each other)."""
+    sequencer = begun_late(0.0)
+    due = sequencer.next_deadline()
+    assert due is not None
+    effects = sequencer.tick(due)
+    assert seqs(effects) == [("replay", 0)]
+    told = [*seqs(sequencer.replayed(token(effects), batch(0, ts=50.0), due))]
+    told += seqs(sequencer.replayed(token(effects), batch(1, ts=51.0), due))
+    assert [*told, *seqs(sequencer.replay_done(token(effects), due))] == ["reset", 0, 1]
+    assert sequencer.next_deadline() is None
+
+
+def test_what_a_hole_cost_a_new_life_is_asked_for_again() -> None:
+    """The batch by which a new life was noticed counts as heard of."""
+    sequencer = begun_late(0.0)
+    sequencer.dropped("asleep")  # what is before this is over, late or not
+    assert sequencer.offer(batch(0, ts=50.0), 1.0) == []
+    assert sequencer.next_deadline() is None
+    sequencer = running(4)
+    sequencer.offer(batch(9), 0.0)
+    while sequencer.replaying:
+        sequencer.tick(sequencer.next_deadline() or 0.0)
+    assert seqs(sequencer.offer(batch(1, ts=51.0), 0.0)) == ["reset", 1]
+    assert seqs(sequencer.offer(batch(3, ts=53.0), 0.0)) == ["reset", 3]
+    assert sequencer.next_deadline() is not None
+
+
+def test_a_late_duplicate_of_what_is_applied_asks_for_nothing() -> None:
+    sequencer = running(4)
+    for seq in range(5):
+        assert sequencer.offer(batch(seq), 1.0) == []
+    assert sequencer.next_deadline() is None

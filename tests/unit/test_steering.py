@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 import pytest
 
+from kvatlas.config import PairingProtocol, Role
+from kvatlas.core.compat import Member
 from kvatlas.core.directory import Directory
 from kvatlas.core.dispatch import Dispatcher
 from kvatlas.core.events import BlockStored
-from kvatlas.core.keys import Keyring
+from kvatlas.core.keys import Fingerprint, Keyring
 from kvatlas.core.layout import plain
 from kvatlas.core.records import Publisher
 from kvatlas.core.router import Params, Router
@@ -41,7 +44,7 @@ class FakeTokens:
 
 class Bench:
     def __init__(self, answer: Prompt | Exception | None = None, policy: str = "price") -> None:
-        self.now = 0.0
+        self.now = self.tick_s = 0.0  # each look at the clock takes so long
         self.ring = Keyring(b"a secret for the tests")
         self.directory = Directory(self.ring)
         self.log = DecisionLog(100)
@@ -51,8 +54,12 @@ class Bench:
             ),
             log=self.log,
             tokens=FakeTokens(Prompt(tokens=IDS) if answer is None else answer),
-            clock=lambda: self.now,
+            clock=self.clock,
         )
+
+    def clock(self) -> float:
+        self.now += self.tick_s
+        return self.now
 
     def add(self, name: str, fingerprint: bytes = FP, **models: str) -> Publisher:
         publisher = Publisher(name)
@@ -86,7 +93,7 @@ async def test_the_holder_is_chosen_and_the_hit_is_announced() -> None:
     bench.store(bench.add("b"), 6)
     route = await bench.route()
     assert [t.worker for t in route.targets] == ["b", "a"]
-    assert (route.targets[0].expected_hit_tokens, route.prompt_tokens, route.fallback) == (
+    assert (route.targets[0].expected_hit_tokens, route.prompt_tokens, route.unkeyed) == (
         96,
         100,
         "",
@@ -146,7 +153,7 @@ async def test_what_cannot_be_keyed_is_routed_by_load_and_counted(
     workers = []
     for number in range(4):
         route = await bench.route(str(number))
-        assert route.fallback == reason
+        assert route.unkeyed == reason
         bench.steering.sent(route, route.targets[0])
         workers.append(route.targets[0].worker)
     assert sorted(workers) == ["a", "a", "b", "b"]
@@ -164,7 +171,7 @@ async def test_other_endpoints_are_counted_in_flight_too() -> None:
     bench.steering.sent(routes[0], routes[0].targets[0])
     second = await bench.route("x", "/v1/rerank")
     assert second.targets[0].worker != routes[0].targets[0].worker
-    assert second.fallback == "no_prompt"
+    assert second.unkeyed == "no_prompt"
 
 
 async def test_wrong_model_and_no_engine_are_clear_errors() -> None:
@@ -208,6 +215,27 @@ async def test_what_is_no_model_name_is_not_found(model: object) -> None:
         await bench.route(model=model)
     assert wrong.value.status == 404
     assert len(str(wrong.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("among", "workers"),
+    [(None, ["b", "a"]), ({"a"}, ["a"]), ({"a:80", "x:1"}, ["a"]), ({"a:81"}, []), (set(), [])],
+)
+async def test_a_request_may_be_limited_to_some_engines(
+    among: set[str] | None, workers: list[str]
+) -> None:
+    """By host, or by host and port; the deepest holder is then no candidate either."""
+    bench = Bench()
+    bench.add("a")
+    bench.store(bench.add("b"), 6)
+    limited = None if among is None else frozenset(among)
+    request = Inbound("r", PATH, {"model": "m"}, {}, limited)
+    if workers:
+        assert [t.worker for t in (await bench.steering.choose(request)).targets] == workers
+        return
+    with pytest.raises(RequestError, match="limited to") as refused:
+        await bench.steering.choose(request)
+    assert (refused.value.status, refused.value.code) == (503, "no_engine")
 
 
 async def test_engines_that_leave_while_a_prompt_is_tokenized() -> None:
@@ -300,6 +328,96 @@ async def test_explain_names_every_candidate_and_the_end() -> None:
     assert "resumes at 96" in text
     assert "lost: +" in text
     assert "engine reused 96 tokens" in text
+
+
+async def test_regret_is_what_the_best_other_plan_was_priced_at() -> None:
+    """1,000 tokens/s: 4 of 100 tokens are left to compute on b, all of them on a and c."""
+    bench = Bench()
+    bench.add("a")
+    bench.add("c")
+    b = bench.add("b")
+    bench.store(b, 6)
+    for id, ttft_s in (("sooner", 0.004), ("later", 0.605)):
+        route = await bench.route(id)
+        bench.steering.sent(route, route.targets[0])
+        bench.steering.finished(route, Outcome(route.targets[0], 200, 100, 96, 5, ttft_s))
+    sooner, later = bench.log.get("sooner"), bench.log.get("later")
+    assert sooner is not None
+    assert later is not None
+    other = min(p.price.ttft_s for p in later.decision.plans[1:])
+    assert later.regret_s == pytest.approx(0.605 - other)
+    assert later.error_s == pytest.approx(0.605 - later.decision.plans[0].price.ttft_s)
+    assert sooner.regret_s == 0
+    assert f"regret {later.regret_s:.3f} s: a was priced at {other:.3f} s" in explain(later)
+    assert "regret 0.000 s: no other plan was priced sooner" in explain(sooner)
+    mean = bench.steering.errors[b]
+    assert mean.regret_s == pytest.approx(later.regret_s / 2)
+
+
+async def test_without_a_first_token_nothing_is_regretted() -> None:
+    bench = Bench()
+    bench.add("a")
+    route = await bench.route("gone")
+    bench.steering.sent(route, route.targets[0])
+    bench.steering.finished(route, Outcome(route.targets[0], 499))
+    entry = bench.log.get("gone")
+    assert entry is not None
+    assert (entry.error_s, entry.regret_s) == (None, None)
+    assert "regret" not in explain(entry)
+
+
+async def test_a_prefill_half_teaches_nothing_of_decoding() -> None:
+    bench = Bench()
+    bench.add("a")
+    busy = await bench.route("busy")
+    bench.steering.sent(busy, busy.targets[0])
+    bench.tick_s = 1e-5
+
+    async def crowd_s(id: str) -> float:
+        bench.end(await bench.route(id), status=499)
+        entry = bench.log.get(id)
+        assert entry is not None
+        return entry.decision.plans[0].price.crowd_s
+
+    before = await crowd_s("before")
+    assert before > 0
+    for number in range(100):
+        route = await bench.route(str(number))
+        bench.steering.sent(route, route.targets[0])
+        bench.steering.prefilled(route, route.targets[0], 0, 0.1)
+        bench.end(route)
+    assert await crowd_s("after") == before
+
+
+@pytest.mark.parametrize("pairing", get_args(PairingProtocol))
+async def test_a_hand_off_is_timed_where_one_half_follows_the_other(
+    pairing: PairingProtocol,
+) -> None:
+    """Halves that run at once: the second one's wait for the prefill is no hand-off."""
+    bench = Bench()
+    member = Member(("m",), Fingerprint("m"), plain(BLOCK))
+    roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
+    for name, role in roles.items():
+        rank = Rank(Publisher(name), f"http://{name}", {"m": ""}, plain(BLOCK), FP)
+        half = msgspec.structs.replace(rank, member=member, role=role, pairing=pairing)
+        bench.steering.add(half)
+
+    async def pair(id: str) -> float:
+        route = await bench.route(id)
+        (first,) = route.targets
+        assert first.half == "prefill"
+        bench.steering.sent(route, first)
+        (second,) = bench.steering.decoders(route, first)
+        bench.steering.sent(route, second)
+        bench.now += 5.0
+        bench.steering.first_token(route, 5.0)
+        bench.steering.finished(route, Outcome(second, 200))
+        entry = bench.log.get(id)
+        assert entry is not None
+        return entry.decision.plans[0].price.hand_off_s
+
+    before, after = [await pair(id) for id in ("before", "after")]
+    assert (after > before) == (pairing == "nixl")
 
 
 async def test_round_robin_does_not_look_at_the_prompt() -> None:

@@ -47,6 +47,14 @@ def test_reads_xz_and_other_block_sizes(tmp_path: Path) -> None:
     assert [r.hash_ids for r in open_trace(path)] == [(4, 5, 6)]
 
 
+def test_the_mark_that_windows_begins_a_file_with_is_no_part_of_it(tmp_path: Path) -> None:
+    for name in ("t.jsonl", "t.jsonl.xz"):
+        opened = lzma.open if name.endswith("xz") else open
+        with opened(tmp_path / name, "wt", encoding="utf-8-sig") as file:
+            file.write(line(0, 130, [4]) + "\n")
+        assert [r.hash_ids for r in open_trace(tmp_path / name)] == [(4,)]
+
+
 def test_is_a_stream_that_looks_no_further_than_it_must(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", line(0, 9, [0, 1]), line(1, 1, [0]), "garbage")
     assert len(list(itertools.islice(open_trace(path), 2))) == 2
@@ -71,6 +79,7 @@ def test_is_a_stream_that_looks_no_further_than_it_must(tmp_path: Path) -> None:
         (line(5, 1, [0], output=-1), "output_length -1 is negative"),
         (line(5, 1, [-1]), "hash_ids must not be negative"),
         (line(5, 513, [0]), "1 hash_ids, but input_length 513 makes 2 blocks of 512 tokens"),
+        (line(5, 1500, [3, 4, 3]), "hash id 3 twice in one prompt"),
         (line(5, 512, [0, 1]), "2 hash_ids, but input_length 512 makes 1 blocks"),
     ],
 )

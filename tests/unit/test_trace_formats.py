@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import os
 import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -269,8 +270,14 @@ def test_what_cannot_be_told_must_be_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no requests in it"):
         open_trace(text(tmp_path / "empty", ""))
     for gap in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="apart"):
+        with pytest.raises(ConfigError, match="--session-gap-s"):
             open_trace(path, session_gap_s=gap)
+
+
+def test_a_pipe_is_refused_since_a_trace_is_read_again(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TraceError, match="pipe: a pipe can be read once"):
+        open_trace(tmp_path / "pipe")
 
 
 def test_sorting_is_offered(tmp_path: Path) -> None:

@@ -5,27 +5,48 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
+import math
 import os
+import resource
 import secrets
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import uvloop
 
-from kvatlas.config import load, read_secret
-from kvatlas.connectors.agent_client import ask_status
+from kvatlas.cli import agent_errands as errands
+from kvatlas.cli.output import print_json
+from kvatlas.config import KeysConfig, read, read_secret, size_bytes
 from kvatlas.core.agent_values import Config
+from kvatlas.core.policy.checkpoints import spacing_of
 from kvatlas.core.records import Tier
-from kvatlas.errors import ConfigError, EngineError, StoreError
+from kvatlas.dataplane.codec import Codec
+from kvatlas.dataplane.tiers.opening import address_of
+from kvatlas.errors import ConfigError
+from kvatlas.service import agent_wire as wire
 from kvatlas.service.agent import NodeAgent, Settings
-from kvatlas.sim.tier_spec import size_bytes
+from kvatlas.service.agent_shared import SharedSettings
 
+_CODECS = {"raw": Codec.RAW, "zstd": Codec.ZSTD, "planes": Codec.PLANES}
 SOCKET = Path("kvatlas-agent.sock")
 _KEY_FILE = "kvatlas.secret"
+_PORT_MAX = 65_535
+T = TypeVar("T")
 
-_EPILOG = """\
+
+class _KeysOnly(msgspec.Struct):
+    """All that an agent wants of the gateway's file."""
+
+    keys: KeysConfig = KeysConfig()
+
+
+_EPILOG = (
+    """\
 vLLM 0.32 saves to it and resumes from it with one option:
   --kv-transfer-config '{"kv_connector": "KvatlasConnector", "kv_role": "kv_both",
     "kv_connector_module_path": "kvatlas.connectors.vllm_offload",
@@ -34,8 +55,14 @@ vLLM 0.32 saves to it and resumes from it with one option:
 examples:
   kvatlas agent --dram 32GB --socket /run/kvatlas/agent.sock
   kvatlas agent --dram 32GB --disk /nvme/kvatlas=500GB --config kvatlas.toml
+  kvatlas agent --dram 32GB --config kvatlas.toml --object valkey://10.0.0.9:6379
+  kvatlas agent --dram 32GB --config kvatlas.toml --serve-peers 10.0.0.1:7400 \\
+    --peer 10.0.0.2:7400 --peer 10.0.0.3:7400
   kvatlas agent status --socket /run/kvatlas/agent.sock
+
 """
+    + errands.EPILOG
+)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,47 +74,165 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("what", nargs="?", choices=("run", "status"), default="run", help="default: run")
+    what = ("run", "status", *errands.COMMANDS)
+    add("what", nargs="?", choices=what, default="run", help="default: run")
+    add("names", nargs="*", metavar="NAME", help="what cancel calls off; TIER=SIZE for resize")
+    add(
+        "--listen",
+        type=_typed(_listen_at),
+        metavar="[HOST:]PORT",
+        help="pages for the gateway, for Prometheus (/metrics) and for people (/health), and "
+        "events beside them (default host: 127.0.0.1; without it: nothing of it)",
+    )
+    add(
+        "--events-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="where --listen announces what is held; the next port tells it again (default: free "
+        "ones)",
+    )
     add("--socket", type=Path, default=SOCKET, metavar="PATH", help=f"default: {SOCKET}")
-    add("--dram", type=_size, default=10**9, metavar="SIZE", help="shared memory (1GB)")
-    add("--disk", type=_disk, metavar="DIR=SIZE", help="a directory on a local disk, and how much")
+    add(
+        "--prefill-tokens-per-s",
+        type=float,
+        default=8000.0,
+        metavar="N",
+        help="how fast an engine of this node computes a prompt: what would take longer to load is "
+        "not loaded (8000)",
+    )
+    add(
+        "--seek-s",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="how long a request may wait to hear what a store and peers hold (0.5)",
+    )
     add(
         "--config",
         type=Path,
         metavar="FILE",
-        help="kvatlas.toml of the gateway, for keys.secret_file: keys agree only with the same "
-        "secret (default: a secret of this node's own, beside what is on its disk)",
+        help="kvatlas.toml of the gateway, or any with its keys.secret_file: keys agree only with "
+        "the same secret (default: a secret of this node's own, beside what is on its disk)",
     )
+    _add_tiers(parser)
+    errands.add_options(parser)
     parser.set_defaults(run=run)
 
 
-def _size(text: str) -> int:
-    try:
-        return size_bytes(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _add_tiers(parser: argparse.ArgumentParser) -> None:
+    """Where state is kept, and which."""
+    add = parser.add_argument
+    size = _typed(size_bytes)
+    add("--dram", type=size, default=10**9, metavar="SIZE", help="shared memory (1GB)")
+    add(
+        "--points",
+        type=_typed(spacing_of),
+        metavar="WHERE",
+        help="at which positions resume points of models with windows are saved: all that the "
+        "engine has, prompt-end, ends (of prompt and output), junctions (and the ends), or every "
+        "so many tokens (default: all)",
+    )
+    add(
+        "--disk",
+        type=_typed(_disk),
+        metavar="DIR=SIZE",
+        help="a directory on a local disk, and how much",
+    )
+    add(
+        "--disk-codec",
+        choices=tuple(_CODECS),
+        default="raw",
+        help="how it is written: raw, zstd, or byte planes and then zstd; all bit-exact "
+        "(default: raw; of --object: ?codec=)",
+    )
+    add(
+        "--object",
+        metavar="URL",
+        default="",
+        help="a store that other nodes use too: valkey://HOST:PORT, mooncake://HOST:PORT (the "
+        "master's) or s3://BUCKET; its settings as ?name=value&...; needs --config",
+    )
+    add(
+        "--peer",
+        action="append",
+        type=_typed(address_of),
+        default=[],
+        metavar="HOST:PORT",
+        help="another node's agent, to read from its memory; may be repeated; needs --config",
+    )
+    add(
+        "--serve-peers",
+        type=_typed(address_of),
+        metavar="HOST:PORT",
+        help="let other nodes' agents read from this one's memory, here; needs --config",
+    )
+
+
+def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Of an option: what ``parse`` raises is told as argparse tells it."""
+
+    def typed(text: str) -> T:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return typed
+
+
+def _listen_at(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > _PORT_MAX:
+        raise ConfigError(f"{text!r}: HOST:PORT is wanted, as in 0.0.0.0:9470")
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def _disk(text: str) -> tuple[Path, int]:
     folder, sign, size = text.rpartition("=")
     if not sign or not folder:
-        raise argparse.ArgumentTypeError(f"{text!r}: DIR=SIZE is wanted, as in /nvme/kv=100GB")
-    return Path(folder), _size(size)
+        raise ConfigError(f"{text!r}: DIR=SIZE is wanted, as in /nvme/kv=100GB")
+    return Path(folder), size_bytes(size)
 
 
 def run(args: argparse.Namespace) -> int:
     """Until SIGTERM or Ctrl-C. Raises ConfigError (exit status 2) for what cannot be had."""
+    if args.names and args.what not in errands.COMMANDS:
+        raise ConfigError(f"agent {args.what}: {args.names[0]!r} means nothing here")
     if args.what == "status":
-        return _status(args.socket)
+        print_json(errands.answer_of(args.socket, wire.AskStatus()))
+        return 0
+    if args.what in errands.COMMANDS:
+        return errands.run(args)
+    if not 0 <= args.events_port < _PORT_MAX:
+        raise ConfigError(f"--events-port {args.events_port}: no port with another after it")
+    rate = args.prefill_tokens_per_s
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"--prefill-tokens-per-s {rate:g}: tokens per second, above zero")
     disk, disk_bytes = args.disk or (None, 0)
+    shared = SharedSettings(args.object, tuple(args.peer), args.serve_peers, args.seek_s)
+    through = ((Tier.DISK, disk is not None), (Tier.OBJECT, bool(args.object)))
     settings = Settings(
         args.socket,
         args.dram,
         disk,
         disk_bytes,
-        secret=_secret(args.config, disk),
-        agent=Config(write_through=(Tier.DISK,) if disk is not None else ()),
+        _CODECS[args.disk_codec],
+        secret=_secret(
+            args.config, disk, shares=bool(args.object or args.peer or args.serve_peers)
+        ),
+        shared=shared,
+        listen=args.listen,
+        events_port=args.events_port,
+        prefill_tokens_per_s=rate,
+        agent=Config(
+            write_through=tuple(tier for tier, wanted in through if wanted), spacing=args.points
+        ),
     )
+    # A disk of terabytes is thousands of files, besides engines and peers.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     return uvloop.run(_serve(settings))
 
 
@@ -100,28 +245,27 @@ async def _serve(settings: Settings) -> int:
         print(msgspec.json.encode({"socket": str(settings.path)} | agent.status()).decode())
         sys.stdout.flush()
         serving = loop.create_task(agent.serve())
-        stopping = loop.create_task(stop.wait())
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        for task in (serving, stopping):
+        ends = loop.create_task(stop.wait()), loop.create_task(agent.errands.drained.wait())
+        await asyncio.wait((serving, *ends), return_when=asyncio.FIRST_COMPLETED)
+        for task in (serving, *ends):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
     return 0
 
 
-def _status(path: Path) -> int:
-    try:
-        data = ask_status(path)
-    except (OSError, EngineError, StoreError) as error:
-        raise ConfigError(f"no agent answers at {path}: {error}") from error
-    sys.stdout.write(msgspec.json.format(data, indent=2).decode() + "\n")
-    return 0
-
-
-def _secret(config: Path | None, disk: Path | None) -> bytes:
+def _secret(config: Path | None, disk: Path | None, *, shares: bool) -> bytes:
     """The deployment's, else this node's own, which must last as long as what is on its disk."""
-    if config is not None and (secret_file := load(config).keys.secret_file):
+    if config is not None:
+        secret_file = read(config, _KeysOnly, {"keys": KeysConfig})[1].keys.secret_file
+        if not secret_file:
+            raise ConfigError(f"{config}: has no keys.secret_file, which is what --config is for")
         return read_secret(Path(secret_file), "keys.secret_file")
+    if shares:
+        raise ConfigError(
+            "--object, --peer and --serve-peers need --config with keys.secret_file: nodes find"
+            " each other's state only by the same secret"
+        )
     if disk is None:
         return secrets.token_bytes(32)
     path = disk / _KEY_FILE

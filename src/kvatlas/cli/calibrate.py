@@ -7,11 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvatlas.cli.output import table_console, write_file
+from kvatlas.cli.output import check_output, print_json, table_console, write_file
 from kvatlas.errors import ConfigError
 from kvatlas.validate.calibrate import (
     UNHIDDEN,
@@ -82,20 +81,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0; the errors are the result, not a verdict."""
+    check_output("--out", args.out, *args.data, args.prompts)
     folders = [path for path in args.data if path.is_dir()]
     if folders and len(folders) < len(args.data):
         raise ConfigError("DATA: give folders of runs or tables, not both at once")
     if not 0 < args.fit_share < 1:
         raise ConfigError(f"--fit-share {args.fit_share:g}: above 0 and below 1 is needed")
     report: RunReport | TableReport = _runs(args) if folders else _tables(args)
-    if args.out:
-        write_file("--out", args.out, profiles(report).encode())
     if args.json:
-        sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+        print_json(report)
     elif isinstance(report, RunReport):
         show_runs(report, table_console(_WIDTH))
     else:
         show_tables(report, table_console(_WIDTH))
+    if args.out:
+        write_file("--out", args.out, profiles(report).encode())
     return 0
 
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
+from kvatlas.cli.output import json_bytes, write_file
 from kvatlas.connectors.child import Child, stop_all
 from kvatlas.demo import real, scale
 from kvatlas.demo.progress import Waiting
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             results = demo.real(with_scale=not args.real_only)
     if args.json:
-        _write(args.json, results)
+        write_file("--json", args.json, json_bytes(results))
     return 0
 
 
@@ -231,10 +231,3 @@ def _session() -> Iterator[tuple[Path, list[Child]]]:
         stop_all(children)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _write(path: Path, results: dict[str, Outcome]) -> None:
-    try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written: {error}") from error

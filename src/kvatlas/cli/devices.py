@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-import msgspec
 from rich.table import Table
 
-from kvatlas.cli.output import table_console
+from kvatlas.cli.output import print_json, table_console
 from kvatlas.workload.device import DEVICES, Device
 from kvatlas.workload.links import LINKS
 from kvatlas.workload.profiles import read_profiles
@@ -44,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     devices = read_profiles(args.device_file) if args.device_file else DEVICES
     if args.json:
         found = {"devices": list(devices.values()), "links": list(LINKS.values())}
-        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+        print_json(found)
         return 0
     console = table_console(_WIDTH)
     console.print(device_table(devices))

@@ -67,8 +67,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--tiers",
         metavar="TIER,...",
-        help="instead: resume from the tiers of a real `kvatlas agent`, dram and disk, across"
-        " restarts of engine and agent and in a second engine, with damage as a control",
+        help="instead: resume from the tiers of real `kvatlas agent`s, any of dram, disk, object"
+        " and peer, across restarts of engine and agent, in a second engine and on other nodes,"
+        " with damage as a control",
+    )
+    parser.add_argument(
+        "--object",
+        metavar="URL",
+        default="",
+        help="with --tiers object: the store, as for `kvatlas agent` (default: a Valkey server of"
+        " its own)",
     )
     parser.add_argument("--no-faults", action="store_true", help="only what must be the same")
     parser.add_argument(
@@ -128,8 +136,11 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def run_exactness(args: argparse.Namespace) -> int:
     """Exit status 0 where every case went as expected, 1 otherwise."""
-    if args.tiers:
-        return _run_tiers(args)
+    wanted = tiers.known_tiers(args.tiers) if args.tiers is not None else ()
+    if args.object and "object" not in wanted:
+        raise ConfigError("--object is the store of --tiers object: without that it is not used")
+    if wanted:
+        return _run_tiers(args, wanted)
     named = [t.name for t in TINY] if args.engine == "vllm" else list(transformers.MODELS)
     models = [args.model] if args.model else named
     if args.out and len(models) > 1:
@@ -137,11 +148,10 @@ def run_exactness(args: argparse.Namespace) -> int:
     return max([_run_one(args, model) for model in models])
 
 
-def _run_tiers(args: argparse.Namespace) -> int:
-    wanted = tiers.known_tiers(args.tiers)
+def _run_tiers(args: argparse.Namespace, wanted: tuple[str, ...]) -> int:
     if args.engine != "vllm" or args.out or args.record or args.one_process or args.no_faults:
         raise ConfigError(
-            "--tiers goes with --engine vllm, --model, --positions, --seed and --json only"
+            "--tiers goes with --engine vllm, --model, --positions, --seed, --object, --json only"
         )
     models = [args.model] if args.model else [t.name for t in TINY]
     good = True
@@ -149,7 +159,7 @@ def _run_tiers(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as folder:
             what = subject(model, Path(folder))
             path = engine_path(args, v4=what.layout.has_minimal())
-            _require(args.venv)
+            require_vllm(args.venv)
             report = tiers.run(
                 what,
                 args.positions or (middle_length(what.layout), 2 * middle_length(what.layout)),
@@ -158,6 +168,7 @@ def _run_tiers(args: argparse.Namespace) -> int:
                 engine_path=path,
                 seed=args.seed,
                 scratch=Path(folder),
+                object_url=args.object,
             )
         good = good and report.ok()
         if args.json:
@@ -203,7 +214,7 @@ def _with_vllm(args: argparse.Namespace, model: str) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         what = subject(model, Path(folder))
         path = engine_path(args, v4=what.layout.has_minimal())
-        _require(args.venv)
+        require_vllm(args.venv)
         return run(
             what,
             cases(what, args.positions, faults=not args.no_faults),
@@ -217,11 +228,12 @@ def _with_vllm(args: argparse.Namespace, model: str) -> Report:
 
 def _with_transformers(args: argparse.Namespace, model: str) -> Report:
     wanted = transformers.cases(model, args.positions, faults=not args.no_faults)
-    _require(args.venv)
+    require_vllm(args.venv)
     return transformers.run(model, wanted, venv=args.venv, seed=args.seed)
 
 
-def _require(venv: Path) -> None:
+def require_vllm(venv: Path) -> None:
+    """Raises ConfigError, with what to run, where ``venv`` has no vLLM."""
     if not installed(venv):
         raise ConfigError(
             f"{venv} has no {VLLM}: run python -m kvatlas.connectors.vllm_cpu {venv} MODEL_DIR"

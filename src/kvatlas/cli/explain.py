@@ -6,8 +6,8 @@ import argparse
 import asyncio
 from urllib.parse import quote
 
+from kvatlas.cli.running import GET_TIMEOUT_S, add_url, client
 from kvatlas.errors import EngineError
-from kvatlas.service.http_client import HttpClient
 
 _EPILOG = """\
   kvatlas explain 5f3c…                 the id is in each answer's x-request-id header
@@ -23,9 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("request_id", metavar="REQUEST-ID", help='or "last"')
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="of the gateway (%(default)s)"
-    )
+    add_url(parser)
     parser.set_defaults(run=run)
 
 
@@ -36,12 +34,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _ask(url: str, request_id: str) -> str:
-    client = HttpClient()
-    try:
-        page = f"{url}/kvatlas/explain/{quote(request_id, safe='')}"
-        answer = await client.request("GET", page, timeout_s=10.0)
-    finally:
-        await client.close()
+    path = f"{url}/kvatlas/explain/{quote(request_id, safe='')}"
+    async with client() as asked:
+        answer = await asked.request("GET", path, timeout_s=GET_TIMEOUT_S)
     if answer.status == 404:
         raise EngineError(f"the gateway keeps no decision for {request_id!r} (router.explain_max)")
     if answer.status != 200:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvatlas.cli.output import print_json
 from kvatlas.core.families import ENGINES
 from kvatlas.core.layout import Component, Layout, Rule
 from kvatlas.errors import LayoutError
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         raise LayoutError("name a model, or give --seed alone: kvatlas layout --help")
     if args.seed:
         if args.json:
-            _write([row.plain() for row in seed_003.rows()])
+            print_json([row.plain() for row in seed_003.rows()])
         else:
             _print_seed(Console(highlight=False))
         return 0
@@ -143,14 +143,10 @@ def run(args: argparse.Namespace) -> int:
     contexts = tuple(args.context or _CONTEXTS)
     spans = spans or [(0, n) for n in contexts]
     if args.json:
-        _write(report(layout, contexts, spans, point))
+        print_json(report(layout, contexts, spans, point))
     else:
         _print(layout, contexts, spans, point, Console(highlight=False))
     return 0
-
-
-def _write(value: object) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
 
 
 def report(

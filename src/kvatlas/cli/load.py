@@ -11,17 +11,18 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from kvatlas.cli.output import json_bytes, progress, write_file
+from kvatlas.cli.output import check_output, json_bytes, progress, write_file
+from kvatlas.cli.trace_input import add_trace_options, opened
 from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
 from kvatlas.report.table import goodput_text, latency_table, seconds
 from kvatlas.service.load import LoadPlan, LoadResult, check, run_load
-from kvatlas.workload.trace import VOCAB_SIZE, Trace, TraceRequest, open_trace
+from kvatlas.workload.trace import VOCAB_SIZE, Trace, TraceRequest
 
 _EPILOG = """\
 The trace is of any format that `kvatlas trace` reads, JSON lines of Mooncake's form for one; a log
-of texts has to be converted first (kvatlas trace convert). Requests leave at their times, whether
-or not earlier ones were answered.
+of texts needs the tokenizer of its model (--tokenizer). Requests leave at their times, whether or
+not earlier ones were answered.
 
 examples:
   kvatlas load --trace mooncake_conversation.jsonl.xz --target http://127.0.0.1:8000 \\
@@ -41,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--trace", type=Path, required=True, metavar="FILE", help="the trace to replay")
+    add_trace_options(parser, name="--trace")
     add("--target", required=True, metavar="URL", help="gateway or engine, http://host:port")
     add("--requests", type=int, metavar="N", help="only the first N requests")
     add("--until-s", type=float, metavar="S", help="only the first S seconds of the trace")
@@ -58,7 +59,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--slo-tpot-s", type=float, metavar="S", help="objective: time per output token")
     add("--max-in-flight", type=int, default=1024, metavar="N", help="most at once (1024)")
     add("--timeout-s", type=float, default=600.0, metavar="S", help="give up on one after (600)")
-    add("--block-tokens", type=int, metavar="N", help="tokens per hash id (default: as the trace)")
     add("--vocab-size", type=int, default=VOCAB_SIZE, help="token ids stay below this (65536)")
     add("--no-stream", action="store_true", help="ask for whole answers instead of streams")
     add("--json", type=Path, metavar="FILE", help="also write the result as JSON")
@@ -67,7 +67,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    trace = open_trace(args.trace, block_tokens=args.block_tokens)
+    check_output("--json", args.json, args.trace)
+    trace = opened(args)
     plan = LoadPlan(
         target=args.target,
         model=args.model,
@@ -88,9 +89,9 @@ def run(args: argparse.Namespace) -> int:
     if not total:
         raise ConfigError(f"{args.trace}: no requests in it")
     result = uvloop.run(_replay(plan, trace, args, total))
+    _show(result)
     if args.json is not None:
         write_file("--json", args.json, json_bytes(result))
-    _show(result)
     return 1 if result.errors else 0
 
 

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from kvatlas import __version__
 from kvatlas.errors import KvatlasError
@@ -26,6 +26,7 @@ COMMANDS = {
     "layout": "what a model's KV state consists of, and what it weighs",
     "devices": "accelerators and links that the time model knows",
     "directory": "what is cached where, asked from a running gateway",
+    "transports": "what pairs hand over, how fast, and over what, asked from a running gateway",
     "demo": "real engines on this CPU: round robin against kvatlas, side by side",
     "validate": "compare what kvatlas says of a real engine with what that engine does",
     "study": "measure on a trained model what a policy assumes of its KV",
@@ -42,6 +43,13 @@ try first:
 
 exit status: 0 done, 1 done but with failures, 2 the input is at fault, 130 interrupted
 """
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for a wrong word, as for any other fault; the pages of options are in --help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_FAULT, f"{self.prog}: {message} ({self.prog} --help)\n")
 
 
 class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]
@@ -62,7 +70,7 @@ class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each gets its options when it is chosen."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvatlas",
         description="Scheduling and lifecycle for the KV cache of LLM serving clusters: every "
         "request goes where its KV can really be resumed at the lowest price in seconds.",

@@ -1,9 +1,11 @@
-"""What commands do with results: JSON, files, tables of a width, progress."""
+"""What commands do with files and results: reading and writing, JSON, tables, progress."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvatlas.errors import ConfigError
+
+FILE_BYTES_MAX = 64 << 20
 
 
 def json_bytes(value: object) -> bytes:
@@ -24,12 +28,44 @@ def print_json(value: object) -> None:
     print(json_bytes(value).decode(), end="")
 
 
+def check_output(option: str, path: Path | None, *others: Path | None) -> None:
+    """Before a long run: that its result can be written to ``path``, and that this is none of the
+    ``others``, which the command reads or writes. Raises ConfigError."""
+    if path is None:
+        return
+    if str(path) == "-":
+        raise ConfigError(f"{option} -: give a file, this is not for stdout")
+    if any(other is not None and path.resolve() == other.resolve() for other in others):
+        raise ConfigError(f"{option} {path}: the command reads or writes that file already")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: cannot be written: it is a directory")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: cannot be written: there is no {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: cannot be written: permission denied")
+
+
+def read_file(path: Path) -> bytes:
+    """A file that is kept in memory, without the mark that editors on Windows begin UTF-8 with.
+    Raises ConfigError where it cannot be read or is too large."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(data) > FILE_BYTES_MAX:
+        raise ConfigError(f"{path}: larger than {FILE_BYTES_MAX} bytes")
+    return data.removeprefix(BOM_UTF8)
+
+
 def write_file(option: str, path: Path, data: bytes) -> None:
     """The file that ``option`` asked for. Raises ConfigError where it cannot be written."""
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error}") from error
+        raise ConfigError(
+            f"{option} {path}: cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def table_console(width: int) -> Console:

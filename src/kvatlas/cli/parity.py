@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -14,8 +13,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvatlas.cli.output import print_json
+from kvatlas.cli.trace_input import add_trace_options, opened
+from kvatlas.core.router import Policy
 from kvatlas.errors import ConfigError
-from kvatlas.sim.cluster import ClusterFile, EngineTable, Policy
+from kvatlas.sim.cluster import ClusterFile, EngineTable
 from kvatlas.sim.world import Play
 from kvatlas.validate.parity import Difference, Parity, parity
 from kvatlas.validate.parity_recorded import Recorded, check, load
@@ -23,7 +25,7 @@ from kvatlas.validate.parity_recorded import files as recordings
 from kvatlas.validate.parity_values import Scenario, load_file, scenario
 from kvatlas.workload.families import generate
 from kvatlas.workload.presets import FAMILIES
-from kvatlas.workload.trace import Trace, open_trace
+from kvatlas.workload.trace import Trace
 
 _EPILOG = """\
 Both worlds run in virtual time and must be equal to the last digit: decisions with every price,
@@ -53,7 +55,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--trace", type=Path, metavar="FILE", help="the trace to play")
     what.add_argument("--family", choices=tuple(FAMILIES), help="or one made by family and seed")
     what.add_argument(
         "--recorded",
@@ -61,7 +62,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="PATH",
         help="instead: recorded runs of a real vLLM beside the engine model; a file or a directory",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of the family (0)")
+    seeds = "of the family; claude-code: of the starts of sessions"
+    add_trace_options(parser, name="--trace", instead_of=what, seeds=seeds)
     add("--requests", type=int, default=60, metavar="N", help="of the family (60)")
     add("--limit", type=int, metavar="N", help="only the first N requests of the trace")
     add("--closed-loop", action="store_true", help="turns wait for the answer before them")
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         return run_recorded(args)
     result = parity(_scenario(args))
     if args.json:
-        sys.stdout.buffer.write(msgspec.json.encode(result) + b"\n")
+        print_json(result)
     else:
         show(result, Console())
     return 1 if result.different else 0
@@ -100,7 +102,7 @@ def run_recorded(args: argparse.Namespace) -> int:
     if not results:
         raise ConfigError(f"{args.recorded}: no recorded run in it")
     if args.json:
-        sys.stdout.buffer.write(msgspec.json.encode(results) + b"\n")
+        print_json(results)
     else:
         show_recorded(results, others, Console())
     return 1 if any(result.different for result in results) else 0
@@ -125,7 +127,7 @@ def _scenario(args: argparse.Namespace) -> Scenario:
 
 def _trace(args: argparse.Namespace) -> Trace:
     if args.trace is not None:
-        return open_trace(args.trace)
+        return opened(args)
     if args.family is None:
         raise ConfigError("--trace FILE, --family NAME or --recorded PATH is needed")
     family = FAMILIES[args.family]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-import msgspec
-
+from kvatlas.cli.output import print_json
 from kvatlas.core.router import Decision
 from kvatlas.validate.replay import Replay, replay
 
@@ -42,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0 where every decision came out again, 1 otherwise."""
     result = replay(args.recording)
     if args.json:
-        sys.stdout.buffer.write(msgspec.json.encode(result) + b"\n")
+        print_json(result)
     else:
         print(report(result))
     return 1 if result.different else 0

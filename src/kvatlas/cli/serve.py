@@ -11,11 +11,12 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from kvatlas import __version__
-from kvatlas.config import Config, load
+from kvatlas.config import AgentConfig, Config, WorkerConfig, load
 from kvatlas.errors import ConfigError
 from kvatlas.service.assembly import Assembly
 from kvatlas.service.cluster_metrics import ClusterMetrics
@@ -23,6 +24,9 @@ from kvatlas.service.gateway import Gateway, Page, Question
 from kvatlas.service.http_client import origin_of
 from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.steer import Steer
+
+if TYPE_CHECKING:
+    from kvatlas.service.picker import Picker
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +40,8 @@ While it runs:
   GET /health /ready /metrics /version    state, for people and probes
   POST /v1/chat/completions ...           as OpenAI's API
 
-SIGHUP: the file's workers are read again; new ones are taken up, missing ones forgotten.
+SIGHUP: the file's workers are read again; new ones are taken up, missing ones forgotten, and
+those that say draining = true get no new requests.
 SIGTERM or Ctrl-C: /ready fails, running requests end, then it leaves with status 0; the same
 again: at once.
 """
@@ -93,6 +98,7 @@ async def _serve(path: Path, config: Config) -> int:
     )
     metrics = GatewayMetrics()
     metrics.registry.register(ClusterMetrics(assembly))
+    picker = new_picker(config, assembly.steering, metrics)
     try:
         return await serve(
             config,
@@ -100,11 +106,25 @@ async def _serve(path: Path, config: Config) -> int:
             metrics=metrics,
             pages=assembly.pages(),
             questions=assembly.questions(),
+            picker=picker,
         )
     finally:
         reloading.cancel()
         await asyncio.gather(reloading, return_exceptions=True)
         await assembly.close()
+
+
+def new_picker(config: Config, steer: Steer, metrics: GatewayMetrics) -> Picker | None:
+    """The endpoint picker, where one is wanted. Raises ConfigError where gRPC is not there."""
+    if not config.picker.listen:
+        return None
+    try:
+        from kvatlas.service.picker import Picker as Server  # noqa: PLC0415 - an optional extra
+    except ImportError as error:
+        raise ConfigError(
+            f"picker.listen needs more packages ({error}): pip install 'kvatlas[picker]'"
+        ) from error
+    return Server(config, steer, metrics)
 
 
 async def _reload_on_hangup(path: Path, assembly: Assembly, asked: asyncio.Event) -> None:
@@ -125,12 +145,14 @@ async def _reload_on_hangup(path: Path, assembly: Assembly, asked: asyncio.Event
 
 
 def check_workers(config: Config) -> None:
-    """Raises ConfigError for a worker whose URL this version cannot speak to."""
-    for worker in config.worker:
+    """Raises ConfigError for a worker or an agent whose URL this version cannot speak to."""
+    named: tuple[WorkerConfig | AgentConfig, ...] = (*config.worker, *config.agent)
+    for one in named:
+        kind = "worker" if isinstance(one, WorkerConfig) else "agent"
         try:
-            origin_of(worker.url)
+            origin_of(one.url)
         except ValueError as error:
-            raise ConfigError(f"worker {worker.name!r}: {error}") from error
+            raise ConfigError(f"{kind} {one.name!r}: {error}") from error
 
 
 async def serve(
@@ -140,6 +162,7 @@ async def serve(
     metrics: GatewayMetrics | None = None,
     pages: Mapping[str, Page] | None = None,
     questions: Mapping[str, Question] | None = None,
+    picker: Picker | None = None,
 ) -> int:
     """Runs the gateway until SIGTERM or SIGINT, then drains it. Returns the exit status."""
     gateway = Gateway(config.gateway, steer, metrics=metrics, pages=pages, questions=questions)
@@ -147,21 +170,38 @@ async def serve(
         await gateway.start()
     except OSError as error:
         raise _no_address(config, error) from error
+    if picker is not None:
+        try:
+            await picker.start()
+        except ConfigError:
+            await gateway.close()
+            raise
     asked, again = _watch_signals()
     workers = ", ".join(f"{worker.name} {worker.url}" for worker in config.worker)
     url = f"http://{config.gateway.host}:{gateway.port}"
     print(f"kvatlas {__version__} on {url} for {len(config.worker)} worker(s): {workers}")
+    if picker is not None:
+        print(f"kvatlas: endpoint picker on port {picker.port}")
     sys.stdout.flush()
     await asked.wait()
-    draining = asyncio.ensure_future(gateway.drain())
+    draining = asyncio.ensure_future(_drain(gateway, picker))
     hurry = asyncio.ensure_future(again.wait())
     await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
     if not (draining.done() and draining.result()):
         print("kvatlas: leaving with requests still running", file=sys.stderr)
     for task in (draining, hurry):
         task.cancel()
+    if picker is not None:
+        await picker.close()
     await gateway.close()
     return 0
+
+
+async def _drain(gateway: Gateway, picker: Picker | None) -> bool:
+    if picker is None:
+        return await gateway.drain()
+    drained, _ = await asyncio.gather(gateway.drain(), picker.drain())
+    return drained
 
 
 def _watch_signals() -> tuple[asyncio.Event, asyncio.Event]:

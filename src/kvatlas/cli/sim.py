@@ -10,24 +10,27 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvatlas.cli import sim_faults
-from kvatlas.cli.output import json_bytes, print_json, progress, write_file
+from kvatlas.cli import sim_faults, sim_prices
+from kvatlas.cli.output import check_output, json_bytes, print_json, progress, write_file
+from kvatlas.cli.trace_input import add_trace_options, opened
+from kvatlas.core.router import Policy
 from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
 from kvatlas.report.table import goodput_text, latency_table, seconds
-from kvatlas.sim.cluster import Cluster, Policy, default_cluster, load_cluster
+from kvatlas.sim.cluster import Cluster, default_cluster, load_cluster, with_tiers
 from kvatlas.sim.gateway import Outcome
 from kvatlas.sim.report import SimReport
 from kvatlas.sim.tier_spec import parse_tiers
 from kvatlas.sim.world import Play, simulate
-from kvatlas.workload.trace import FORMATS, Trace, open_trace
+from kvatlas.workload.trace import Trace
 
+SPAN_MAX_S = 10_000_000  # of virtual time: four months
 _LINKS_SHOWN = 8  # those that carried most
 
 _EPILOG = """\
@@ -41,9 +44,27 @@ examples:
   kvatlas sim --trace trace.jsonl --cluster cluster.toml --slo-ttft-s 4 --json result.json
   kvatlas sim --trace trace.jsonl --tiers dram=1TB,disk=8TB
   kvatlas sim faults --seeds 200
+  kvatlas sim prices
 
 exit status: 0 every request was answered, 1 some were not, 2 the input is at fault
 """
+
+
+class _Instead(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """A command that stands where the options of ``kvatlas sim`` would: none of them is its own."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        for name, value in vars(namespace).items():
+            if value != parser.get_default(name):
+                option = f"--{name.replace('_', '-')}"
+                parser.error(f"{option} is no option of {values[0]}, whose own stand behind it")
+        super().__call__(parser, namespace, values, option_string)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,47 +75,38 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--trace", type=Path, metavar="FILE", help="the trace to play")
+    add_trace_options(parser, name="--trace", seeds="of everything drawn by chance")
     add("--cluster", type=Path, metavar="FILE", help="cluster.toml (default: see below)")
     add("--engines", type=int, metavar="N", help="engines of the default cluster (8)")
     add("--tiers", metavar="SIZES", help="per node: dram=1TB,disk=8TB; for all: object=100TB")
     add("--policy", choices=get_args(Policy), help="router's policy (the cluster's, or price)")
-    add("--seed", type=int, default=0, metavar="N", help="of everything drawn by chance (0)")
     add("--limit", type=int, metavar="N", help="only the first N requests")
     add("--closed-loop", action="store_true", help="turns wait for the answer before them")
     add("--time-scale", type=float, default=1.0, metavar="X", help="multiply the trace's times (1)")
     add("--max-output", type=int, metavar="N", help="cap on output tokens")
-    add(
-        "--format", choices=tuple(FORMATS), help="what the trace is (default: its first line tells)"
-    )
-    add("--sort", action="store_true", help="put requests in order of arrival first, in memory")
-    add("--block-tokens", type=int, metavar="N", help="tokens per hash id (default: as the trace)")
     add("--slo-ttft-s", type=float, metavar="S", help="objective: time to first token")
     add("--slo-tpot-s", type=float, metavar="S", help="objective: time per output token")
     add("--json", type=Path, metavar="FILE", help="also write the result as JSON (- for stdout)")
     add("--export", type=Path, metavar="FILE", help="write one JSON line per request")
     add("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=run)
-    sim_faults.add_parser(parser.add_subparsers(title="commands", metavar="COMMAND"))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", action=_Instead)
+    sim_faults.add_parser(commands)
+    sim_prices.add_parser(commands)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.trace is None:
-        raise ConfigError("--trace FILE is needed: the requests to play")
+    if str(args.json) != "-":
+        check_output("--json", args.json, args.trace, args.cluster, args.export)
+    check_output("--export", args.export, args.trace, args.cluster)
     cluster = _cluster(args)
     play = _play(args)
-    trace = open_trace(
-        args.trace,
-        format=args.format,
-        block_tokens=args.block_tokens,
-        sort=args.sort,
-        seed=args.seed,
-    )
+    trace = opened(args)
     if args.closed_loop:
         _check_turns(args, trace)
     slo = Slo(args.slo_ttft_s, args.slo_tpot_s)
     # Counting also finds faults of the file before anything is simulated.
-    total = sum(1 for _ in itertools.islice(trace, args.limit))
+    total = _counted(args, trace)
     bar = progress("requests", total, quiet=args.quiet)
     with _export(args.export) as export, bar as on_end, _no_collector():
         report = simulate(
@@ -105,9 +117,9 @@ def run(args: argparse.Namespace) -> int:
     if str(args.json) == "-":
         print_json(report)
     else:
+        show(report, Console())
         if args.json is not None:
             write_file("--json", args.json, json_bytes(report))
-        show(report, Console())
     return 1 if report.latency.failed else 0
 
 
@@ -131,7 +143,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 def _with_tiers(cluster: Cluster, sizes: str | None) -> Cluster:
     if sizes is None:
         return cluster
-    return msgspec.structs.replace(cluster, tiers=parse_tiers(sizes))
+    return with_tiers(cluster, parse_tiers(sizes), lambda place: "--tiers")
 
 
 def _play(args: argparse.Namespace) -> Play:
@@ -153,6 +165,21 @@ def _play(args: argparse.Namespace) -> Play:
     )
 
 
+def _counted(args: argparse.Namespace, trace: Trace) -> int:
+    """How many requests there are to play. Raises ConfigError where that would not end."""
+    total, span_s = 0, 0.0
+    for request in itertools.islice(trace, args.limit):
+        total += 1
+        span_s = max(span_s, request.arrival_s, request.think_s or 0.0)
+    if span_s * args.time_scale > SPAN_MAX_S:
+        raise ConfigError(
+            f"{args.trace}: requests over more than {SPAN_MAX_S:,} s, and the gateway looks at its "
+            "engines in every second of them: give --limit, or a --time-scale below "
+            f"{SPAN_MAX_S / span_s:.3g}"
+        )
+    return total
+
+
 def _check_turns(args: argparse.Namespace, trace: Trace) -> None:
     """Without turns that could wait the run would be an open loop under another name."""
     played = itertools.islice(trace, args.limit)
@@ -166,11 +193,14 @@ def _check_turns(args: argparse.Namespace, trace: Trace) -> None:
 @contextlib.contextmanager
 def _no_collector() -> Iterator[None]:
     """A run leaves no reference cycles behind (a test looks), so looking for them is in vain: it
-    takes a tenth of the time."""
+    takes a tenth of the time. Nor is its world taken apart before the process ends: a twentieth.
+    """
+    gc.unfreeze()  # the world of a run before this one, where a process has several
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
 
 
@@ -184,7 +214,9 @@ def _export(path: Path | None) -> Iterator[Callable[[Outcome], None] | None]:
         with path.open("wb") as file:
             yield lambda outcome: (file.write(encode(outcome) + b"\n"), None)[1]
     except OSError as error:
-        raise ConfigError(f"--export {path}: cannot be written: {error}") from error
+        raise ConfigError(
+            f"--export {path}: cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def show(report: SimReport, console: Console) -> None:
@@ -225,6 +257,13 @@ def show(report: SimReport, console: Console) -> None:
             f"{pairs.expired:,} leases ran out",
         )
     _tier_rows(report, facts)
+    for why, tally in report.ahead.items():
+        facts.add_row(
+            f"copies, {why}",
+            f"{tally.ordered:,} ordered, {tally.ended['arrived']:,} arrived, {tally.unused:,} never"
+            f" used, {tally.moved_bytes / 1e9:,.1f} GB; {tally.served:,} requests went by them and"
+            f" saved {tally.measured_s:,.1f} s ({tally.predicted_s:,.1f} s predicted)",
+        )
     moved = [(size, name) for name, size in report.links.items() if size]
     for size_bytes, name in sorted(moved, reverse=True)[:_LINKS_SHOWN]:
         facts.add_row(f"over {name}", f"{size_bytes / 1e9:,.1f} GB")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvatlas.cli.output import print_json, progress
 from kvatlas.errors import ConfigError
 from kvatlas.sim.canaries import REGISTRY
 from kvatlas.sim.checkers import CLASSES
 from kvatlas.sim.faults import KINDS
 from kvatlas.sim.faults_run import Report, SeedResult, run_seed, run_seeds
 from kvatlas.sim.faults_tiers import scenario
-from kvatlas.sim.planted import BUGS, reachable
+from kvatlas.sim.planted import BUGS
 from kvatlas.sim.planted_score import row, scores
 
 SEEDS_MAX = 1_000_000
@@ -60,6 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--jobs", type=int, default=2, metavar="N", help="processes (2)")
     add("--verbose", action="store_true", help="print all that happens (one seed only)")
     add("--json", action="store_true", help="print the result as JSON")
+    add("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=run)
 
 
@@ -79,9 +80,10 @@ def run(args: argparse.Namespace) -> int:
         _plan(first)
         report = Report.of([run_seed(first, canary=canary, say=_say)], canary)
     else:
-        report = Report.of(run_seeds(range(first, first + count), canary, args.jobs), canary)
+        results = run_seeds(range(first, first + count), canary, args.jobs)
+        report = Report.of(_counted(results, count, args.quiet), canary)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        print_json(report)
     else:
         show(report, Console())
     return 1 if report.violations else 0
@@ -99,19 +101,27 @@ def _seeds(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def _all(seeds: range, args: argparse.Namespace) -> int:
-    """Every planted bug in what all such worlds have, and what finds it; 1 where one is missed."""
+    """Every planted bug and what finds it; 1 where one is missed."""
     table = Table("bug", "what is wrong", "where", "class", "seeds", "found by")
     found = []
-    for each in scores(reachable(), seeds, args.jobs):
+    for each in scores(BUGS, seeds, args.jobs):
         found.append(each)
         table.add_row(*row(each))
         if not args.json:
             _say(f"{each.name}: {each.first or 'not found'}")
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print_json(found)
     else:
         Console().print(table)
     return 0 if all(each.seeds for each in found) else 1
+
+
+def _counted(results: Iterable[SeedResult], total: int, quiet: bool) -> Iterator[SeedResult]:
+    """The same, with a bar on stderr."""
+    with progress("seeds", total, quiet=quiet) as on_done:
+        for result in results:
+            on_done()
+            yield result
 
 
 def _say(line: str) -> None:

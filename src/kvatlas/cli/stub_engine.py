@@ -43,6 +43,7 @@ examples:
 for tests, on every engine:
   GET  /stub/state     counters, cache and digest
   POST /stub/fault     fail_next, fail_status, delay_s, cut_after_tokens, health_status
+  POST /stub/pace      compute, attention, memory, step: these parts take so much longer from now on
   POST /stub/damage    {{"group": 0}}: turn over the bytes of that group's blocks
   POST /stub/events    skip, payloads (hexadecimal): gaps and garbage on the event socket
 """
@@ -117,6 +118,15 @@ def _add_time(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="multiply every duration: 0.1 is ten times faster, 0 instant (1)",
     )
+    timing.add_argument(
+        "--spread",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="each engine has a pace of its own, each part of a step up to X times slower or"
+        " faster (1: all equal)",
+    )
+    timing.add_argument("--seed", type=int, default=0, metavar="N", help="of those paces (0)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -134,6 +144,8 @@ def run(args: argparse.Namespace) -> int:
         topic=args.topic,
         adapters=tuple(args.adapter),
         natural_output_tokens=args.answer_tokens,
+        spread=args.spread,
+        seed=args.seed,
     )
 
     def tokenizer() -> TextTokenizer:

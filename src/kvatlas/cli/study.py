@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import msgspec
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvatlas.connectors.vllm_cpu import MODEL_NAME, MODEL_PACKAGE, VLLM, installed
-from kvatlas.errors import ConfigError
-from kvatlas.validate.attention_contexts import CHATS, TEXTS, contexts
+from kvatlas.cli import study_delta
+from kvatlas.cli.output import check_output, json_bytes, print_json, read_file, write_file
+from kvatlas.cli.study_input import (
+    WEIGHTS,
+    add_inputs,
+    between,
+    checked_contexts,
+    inputs,
+    study_table,
+)
 from kvatlas.validate.attention_study import DROPPED, TOP, Loss, Study, Told, run, scores
-
-STUDY_BYTES_MAX = 64 << 20
-CONTEXTS_MAX = 32
-_WEIGHTS = f"weights of {MODEL_PACKAGE} (Q4_1) in fp32"
 
 _EPILOG = """\
 Attention is of the model that it was measured on. It says nothing of another model, and for
@@ -49,77 +49,37 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = attention.add_argument
-    add("--model-dir", type=Path, default=Path(".demo") / MODEL_NAME, help="(.demo/ of the demo)")
-    add("--venv", type=Path, default=Path(".venv-vllm"), help=f"environment with {VLLM}")
-    add("--text", type=Path, action="append", help="a document or a module; may be repeated")
-    add("--chat", type=Path, action="append", help="told in turns, by section; may be repeated")
+    add_inputs(attention, 1400)
     add("--tokens", type=int, default=96, help="of each answer (96)")
-    add("--context-tokens", type=int, default=1400, metavar="N", help="at most, per context (1400)")
     add("--seed", type=int, default=1, help="of the blocks dropped at random (1)")
-    add("--out", type=Path, metavar="FILE", help="write the study, JSON")
     add("--scores", type=Path, metavar="FILE", help="write the score file of the policy attention")
-    add("--show", type=Path, metavar="FILE", help="run nothing: print a study written earlier")
-    add("--json", action="store_true", help="print JSON instead of tables")
     attention.set_defaults(run=run_attention)
+    study_delta.add_parser(commands)
 
 
 def run_attention(args: argparse.Namespace) -> int:
     """Exit status 0; 2 where the input is at fault, as everywhere."""
-    found = _read(args.show) if args.show else _measured(args)
-    data = msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
-    if args.out:
-        _write(args.out, data)
-    if args.scores:
-        told = msgspec.json.format(msgspec.json.encode(scores(found)), indent=2)
-        _write(args.scores, told + b"\n")
+    check_output("--out", args.out, *inputs(args), args.scores)
+    check_output("--scores", args.scores, *inputs(args))
+    found = Study.decode(read_file(args.show), str(args.show)) if args.show else _measured(args)
     if args.json:
-        sys.stdout.write(data.decode())
+        print_json(found)
     else:
         show(found, Console(highlight=False))
+    if args.out:
+        write_file("--out", args.out, json_bytes(found))
+    if args.scores:
+        write_file("--scores", args.scores, json_bytes(scores(found)))
     return 0
 
 
-def _read(path: Path) -> Study:
-    try:
-        with path.open("rb") as file:
-            data = file.read(STUDY_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if len(data) > STUDY_BYTES_MAX:
-        raise ConfigError(f"{path}: larger than {STUDY_BYTES_MAX} bytes: this is no study")
-    return Study.decode(data, str(path))
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
 def _measured(args: argparse.Namespace) -> Study:
-    if not 8 <= args.tokens <= 1024:
-        raise ConfigError(f"--tokens {args.tokens}: 8 to 1024")
-    if not 400 <= args.context_tokens <= 6144:
-        raise ConfigError(f"--context-tokens {args.context_tokens}: 400 to 6144")
-    if not 0 <= args.seed < 1 << 32:
-        raise ConfigError(f"--seed {args.seed}: 0 to {(1 << 32) - 1}")
-    given = args.text is not None or args.chat is not None
-    wanted = contexts(args.text or (), args.chat or ()) if given else contexts(TEXTS, CHATS)
-    if len(wanted) > CONTEXTS_MAX:
-        raise ConfigError(f"{len(wanted)} texts and chats: {CONTEXTS_MAX} at most")
-    for path in (args.out, args.scores):
-        if path and not path.parent.is_dir():
-            raise ConfigError(f"{path}: there is no directory {path.parent} to write it in")
-    if not installed(args.venv) or not (args.model_dir / "config.json").is_file():
-        raise ConfigError(
-            f"{args.venv} has no {VLLM}, or {args.model_dir} no model: run"
-            f" python -m kvatlas.connectors.vllm_cpu {args.venv} {args.model_dir}"
-        )
+    between(args.tokens, 8, 1024, "--tokens")
+    wanted = checked_contexts(args)
     return run(
         args.model_dir.name,
         args.model_dir,
-        _WEIGHTS,
+        WEIGHTS,
         wanted,
         venv=args.venv,
         seed=args.seed,
@@ -141,20 +101,6 @@ def show(found: Study, console: Console) -> None:
     console.print(_losses(found.answers))
 
 
-def _table(title: str, *names: str) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
-    )
-    table.add_column(names[0], no_wrap=True)
-    for name in names[1:]:
-        table.add_column(name, justify="right")
-    return table
-
-
 #: Of one answer, in per cent: the columns of the first table.
 _WHERE: tuple[tuple[str, Callable[[Told], float]], ...] = (
     ("first", lambda t: t.first),
@@ -169,7 +115,7 @@ _WHERE: tuple[tuple[str, Callable[[Told], float]], ...] = (
 
 
 def _where(answers: Sequence[Told]) -> Table:
-    table = _table(
+    table = study_table(
         "where attention goes (%); the share of blocks that holds 95 % of it, and in one layer; "
         "the share of tokens that holds 95 % in one head, and that gets < 1 % of the most",
         "answer",
@@ -182,7 +128,7 @@ def _where(answers: Sequence[Told]) -> Table:
 
 
 def _stability(answers: Sequence[Told]) -> Table:
-    table = _table(
+    table = study_table(
         f"of the middle's attention at one step, what its hot {TOP:.0%} of blocks get (%)",
         *("named by", "caught", "best", "1 layer: caught", "best", "chance"),
     )
@@ -195,7 +141,7 @@ def _stability(answers: Sequence[Told]) -> Table:
 
 
 def _queries(found: Study) -> Table:
-    table = _table(
+    table = study_table(
         "two questions on one context: the share of hot blocks that both have (%), Spearman's rank "
         "correlation; halves: the same of the two halves of one answer",
         *("context", "both", "halves", "in a layer", "halves", "chance", "rank", "halves"),
@@ -218,7 +164,7 @@ def _queries(found: Study) -> Table:
 
 
 def _losses(answers: Sequence[Told]) -> Table:
-    table = _table(
+    table = study_table(
         "blocks given up, sink and recent window kept",
         *("order", "share %", "same token %", "first other", "unchanged", "logit error", "KL nats"),
     )

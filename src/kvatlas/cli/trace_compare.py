@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     rows += _oracles(work, sum(caps), price)
     status()
     if args.json:
-        told = {"trace": str(args.file), "model": args.model, "tiers": caps, "rows": rows}
+        told = {"trace": str(args.trace), "model": args.model, "tiers": caps, "rows": rows}
         print_json(told)
     else:
         _show(args, work, caps, rows)
@@ -208,7 +208,7 @@ def _show(args: argparse.Namespace, work: Work, caps: tuple[int, ...], rows: lis
         f"{tier} {cap:,}" for tier, cap in zip(("hbm", "dram", "disk"), caps, strict=False)
     )
     console.print(
-        f"{args.file}: {len(work.prompts):,} requests, {work.unique_blocks:,} distinct blocks of "
+        f"{args.trace}: {len(work.prompts):,} requests, {work.unique_blocks:,} distinct blocks of "
         f"{work.block_tokens} tokens; {names}; {args.model} on {args.devices} {args.device}"
     )
     table = Table(padding=(0, 0, 0, 1), box=None, pad_edge=False)

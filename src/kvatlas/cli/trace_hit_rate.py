@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
-from kvatlas.cli.output import print_json, status
+from kvatlas.cli.output import print_json, read_file, status, table_console
 from kvatlas.cli.trace_input import add_trace_options, first_of, opened
 from kvatlas.core.layout import Layout
 from kvatlas.core.policy.attention import AttentionScores
@@ -30,7 +29,7 @@ from kvatlas.workload.models import load_layout
 ORACLES = ("optimal", "endless")
 TIERS = (Tier.HBM, Tier.DRAM, Tier.DISK, Tier.OBJECT)  # from the engine down
 RUNS_MAX = 1000
-SCORES_BYTES_MAX = 64 << 20
+_WIDTH = 100  # of a table that goes to a file
 
 _EPILOG = f"""\
 policies: {", ".join(POLICIES)},
@@ -121,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         results.append(_result(work, name, caps, args.unit, counts))
     status()
     if args.json:
-        told: Any = results[0] if len(results) == 1 else {"trace": str(args.file), "rows": results}
+        told: Any = results[0] if len(results) == 1 else {"trace": str(args.trace), "rows": results}
         print_json(told)
     else:
         _show(args, work, results)
@@ -148,19 +147,11 @@ def scores_for(args: argparse.Namespace, work: Work) -> AttentionScores | None:
 
     Raises ConfigError.
     """
-    scores = _read_scores(args.scores) if args.scores else measured_scores(args.model)
+    if args.scores is None:
+        scores = measured_scores(args.model)
+    else:
+        scores = AttentionScores.decode(read_file(args.scores), str(args.scores))
     return scores.for_blocks(work.block_tokens) if scores else None
-
-
-def _read_scores(path: Path) -> AttentionScores:
-    try:
-        with path.open("rb") as file:
-            data = file.read(SCORES_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if len(data) > SCORES_BYTES_MAX:
-        raise ConfigError(f"{path}: larger than {SCORES_BYTES_MAX} bytes")
-    return AttentionScores.decode(data, str(path))
 
 
 def policy_names(text: str) -> list[str]:
@@ -267,13 +258,13 @@ def _result(work: Work, name: str, caps: tuple[int, ...], unit: str, counts: Cou
 
 
 def _show(args: argparse.Namespace, work: Work, results: list[Result]) -> None:
-    console = Console(highlight=False)
+    console = table_console(_WIDTH)
     console.print(
-        f"{args.file}: {len(work.prompts):,} requests, {work.blocks:,} blocks of "
+        f"{args.trace}: {len(work.prompts):,} requests, {work.blocks:,} blocks of "
         f"{work.block_tokens} tokens, {work.unique_blocks:,} distinct"
     )
     table = Table()
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     for name in ("capacity", "block hits", "token hits", "full prefixes", "evictions", "saved"):
         table.add_column(name, justify="right")
     for r in results:

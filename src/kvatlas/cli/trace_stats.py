@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     trace = opened(args)
     found = stats(trace, first_of(trace, args))
     if found is None:
-        raise TraceError(f"{args.file}: no requests in it")
+        raise TraceError(f"{args.trace}: no requests in it")
     if args.json:
         told = {"trace": trace.name, "format": trace.format, **msgspec.to_builtins(found)}
         if args.beside:

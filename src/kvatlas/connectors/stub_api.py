@@ -21,9 +21,11 @@ from kvatlas.connectors.stub_text import TextTokenizer, ids_of
 from kvatlas.errors import RequestError
 from kvatlas.service.http import Request
 from kvatlas.service.http_reply import Reply
+from kvatlas.workload.pace import Pace
 
 ENGINE_VERSION = "0.32.0"
 EMBEDDING_SIZE = 16
+_TRANSFER = "kv_transfer_params"
 DEFAULT_OUTPUT_TOKENS = 16  # OpenAI's and vLLM's for /v1/completions
 
 _encode = msgspec.json.encode
@@ -40,6 +42,7 @@ class Question(msgspec.Struct, frozen=True):
     salt: str
     adapter: str
     model: str
+    transfer: dict[str, object] | None = None
 
 
 class StubApi:
@@ -65,6 +68,7 @@ class StubApi:
             ("GET", "/is_sleeping"): self._is_sleeping,
             ("GET", "/stub/state"): self._stub_state,
             ("POST", "/stub/fault"): self._stub_fault,
+            ("POST", "/stub/pace"): self._stub_pace,
             ("POST", "/stub/damage"): self._stub_damage,
             ("POST", "/stub/events"): self._stub_events,
         }
@@ -140,7 +144,11 @@ class StubApi:
             raise RequestError(
                 "cache_salt: a text of at least one character is needed", param="cache_salt"
             )
+        transfer = body.get("kv_transfer_params")
+        if transfer is not None and not isinstance(transfer, dict):
+            raise RequestError("kv_transfer_params: an object is needed", param=_TRANSFER)
         return Question(
+            transfer=transfer,
             chat=chat,
             tokens=tokens,
             output_tokens=wanted,
@@ -171,6 +179,7 @@ class StubApi:
             question.output_tokens,
             salt=question.salt,
             adapter=question.adapter,
+            transfer=question.transfer,
         )
         prefix = "chatcmpl-" if question.chat else "cmpl-"
         answer_id = prefix + (request.header("x-request-id") or uuid.uuid4().hex)
@@ -310,8 +319,18 @@ class StubApi:
 
     async def _stub_fault(self, request: Request, reply: Reply) -> None:
         """``{"fail_next": 2, "fail_status": 500, "delay_s": 0.1, "cut_after_tokens": 3,
-        "health_status": 503}``: only the named ones change."""
+        "health_status": 503, "frozen": "engine"}``: only the named ones change."""
         self._engine.faults = self._engine.faults.changed(parse_object(request.body))
+        reply.send_json(200, {"ok": True})
+
+    async def _stub_pace(self, request: Request, reply: Reply) -> None:
+        """``{"compute": 2, "memory": 0.5}``: from the next step on these parts of a step take so
+        much longer than now."""
+        try:
+            pace = msgspec.convert(parse_object(request.body), Pace)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"pace: {error}") from error
+        self._engine.set_pace(pace)
         reply.send_json(200, {"ok": True})
 
     async def _stub_damage(self, request: Request, reply: Reply) -> None:

@@ -78,7 +78,7 @@ class TextForm:
             "model": self._model,
             "choices": [choice],
             "usage": self.usage(generation),
-            "kv_transfer_params": None,
+            "kv_transfer_params": generation.handed_over,
         }
 
 
@@ -145,6 +145,14 @@ def metrics_text(engine: StubEngine, started: float) -> str:
     ends = {"length": numbers.finished, "abort": numbers.aborted}
     reasons = [(f'finished_reason="{name}",', float(count)) for name, count in ends.items()]
     family("vllm:request_success_total", "counter", *reasons)
+    moved = engine.pairs.moved
+    for name, total in (
+        ("bytes_transferred", moved.size_bytes),
+        ("xfer_time_seconds", moved.seconds),
+    ):
+        family(f"vllm:nixl_{name}_sum", "counter", ("", total))
+        family(f"vllm:nixl_{name}_count", "counter", ("", moved.transfers))
+    family("vllm:nixl_num_failed_transfers_total", "counter", ("", moved.failures))
     info = ",".join(f'{key}="{value}"' for key, value in engine.cache_info().items())
     lines += [
         "# TYPE vllm:cache_config_info gauge",

@@ -11,11 +11,13 @@ import zmq.asyncio
 
 from kvatlas.connectors.stub import StubEngine
 from kvatlas.connectors.stub_api import StubApi
+from kvatlas.connectors.stub_pairs import LEASE_S, Exchange
 from kvatlas.connectors.stub_text import TextTokenizer, WordTokenizer
 from kvatlas.connectors.stub_wire import EventFormat, EventPublisher
 from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError
 from kvatlas.service.http_server import HttpServer
+from kvatlas.workload.pace import drawn, paced
 from kvatlas.workload.spec import EngineSpec
 
 _RESTART_TRIES = 200  # two seconds
@@ -23,7 +25,9 @@ _RESTART_TRIES = 200  # two seconds
 
 class StubOptions(msgspec.Struct, frozen=True):
     """``port`` and ``events_port`` are the first of a run of ports (two per engine for events);
-    0 takes free ones. ``events`` False gives an engine without a KV-event socket."""
+    0 takes free ones. ``events`` False gives an engine without a KV-event socket. ``spread`` above
+    1: each engine has a pace of its own, by ``seed`` and its name (`pace.drawn`). ``lease_s``: how
+    long half of a pair keeps what nobody takes over."""
 
     layout: Layout
     spec: EngineSpec
@@ -37,6 +41,9 @@ class StubOptions(msgspec.Struct, frozen=True):
     topic: str = ""
     adapters: tuple[str, ...] = ()
     natural_output_tokens: int = 64
+    spread: float = 1.0
+    seed: int = 0
+    lease_s: float = LEASE_S
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -66,8 +73,10 @@ class _Running:
         index: int,
         context: zmq.asyncio.Context,
         tokenizer: TextTokenizer,
+        exchange: Exchange,
     ) -> None:
         self._options = options
+        self._exchange = exchange
         self._context = context
         self._tokenizer = tokenizer
         first = options.events_port and options.events_port + 2 * index
@@ -84,12 +93,13 @@ class _Running:
         publisher = await self._publisher() if options.events else None
         self.engine = StubEngine(
             options.layout,
-            options.spec,
+            paced(options.spec, drawn(options.seed, self.address.name, options.spread)),
             self._tokenizer,
             publisher,
             model_name=options.model_name,
             adapters=options.adapters,
             natural_output_tokens=options.natural_output_tokens,
+            exchange=self._exchange,
         )
         self._server = HttpServer(StubApi(self.engine, self._tokenizer).handle)
         try:
@@ -156,10 +166,13 @@ class StubCluster:
         if options.natural_output_tokens < 1:
             raise ConfigError(f"answers of {options.natural_output_tokens} tokens: give 1 or more")
         options.spec.check(options.layout)
+        drawn(options.seed, "", options.spread)  # raises where it cannot be
         tokenizer = make_tokenizer()  # may raise: before there is anything to close
         self._context = zmq.asyncio.Context()
+        exchange = Exchange(options.lease_s)
         self._running = [
-            _Running(options, index, self._context, tokenizer) for index in range(options.count)
+            _Running(options, index, self._context, tokenizer, exchange)
+            for index in range(options.count)
         ]
 
     @property

@@ -1,4 +1,4 @@
-"""KV events as an engine puts them on the wire: the encoding, the PUB socket, the replay socket.
+"""KV events as an engine puts them on the wire: the encoding, and the sockets of one engine.
 
 Three forms: ``vllm`` (vLLM 0.32: tagged maps), ``vllm-array`` (vLLM before 0.32: tagged arrays)
 and ``sglang`` (SGLang 0.5: maps, signed hashes, no groups). Frames are [topic, sequence as 8
@@ -7,26 +7,21 @@ bytes big endian, msgpack([ts, events, dp_rank])] in all three (vLLM `distribute
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
 import msgspec
-import zmq
 import zmq.asyncio
 
 from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvatlas.core.records import Tier
+from kvatlas.service.event_socket import HWM, EventSocket
 
 EventFormat = Literal["vllm", "vllm-array", "sglang"]
 EVENT_FORMATS: tuple[EventFormat, ...] = ("vllm", "vllm-array", "sglang")
 
 BUFFER_STEPS = 10_000  # vLLM's default: batches kept for replay
-HWM = 100_000  # vLLM's default: batches queued for a slow subscriber before new ones are dropped
-END_OF_REPLAY = b"\xff" * 8
 
 _VLLM_MEDIUM = dict.fromkeys(Tier, "STORAGE") | {Tier.HBM: "GPU", Tier.DRAM: "CPU"}
 _SGLANG_MEDIUM = dict.fromkeys(Tier, "EXTERNAL") | {
@@ -179,13 +174,9 @@ def _sglang_map(event: Event) -> object | None:
     return _MapCleared() if isinstance(event, AllBlocksCleared) else None
 
 
-class EventPublisher:
-    """PUB and replay ROUTER of one engine on two ports of ``host``; 0 takes a free one.
-
-    `publish` never blocks: a subscriber that lags beyond ``HWM`` batches loses some and can ask
-    for them again while they are among the last ``buffer_steps``. Raises zmq.ZMQError for a port
-    that is taken.
-    """
+class EventPublisher(EventSocket):
+    """The sockets of one engine. As a subscriber sees it: the last ``buffer_steps`` batches can be
+    asked for again."""
 
     def __init__(
         self,
@@ -199,29 +190,10 @@ class EventPublisher:
         dp_rank: int = 0,
         buffer_steps: int = BUFFER_STEPS,
     ) -> None:
+        """Raises zmq.ZMQError for a port that is taken."""
+        super().__init__(context, host, port, replay_port, topic=topic, buffer_steps=buffer_steps)
         self._encoder = EventEncoder(form, dp_rank=dp_rank)
-        self._topic = topic.encode()
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
-        self._seq = 0
-        # A plain socket on purpose: a PUB send never waits, so it needs no event loop.
-        self._pub: zmq.Socket[bytes] = zmq.Socket(context, zmq.PUB)
-        self._router = context.socket(zmq.ROUTER)
-        try:
-            self._pub.set_hwm(HWM)
-            self._router.set_hwm(HWM)
-            self.endpoint = _bind(self._pub, host, port)
-            self.replay_endpoint = _bind(self._router, host, replay_port)
-        except zmq.ZMQError:
-            self._pub.close(linger=0)
-            self._router.close(linger=0)
-            raise
-        self._task: asyncio.Task[None] | None = None
-        self.topic = topic
         self.buffer_steps = buffer_steps
-
-    @property
-    def next_seq(self) -> int:
-        return self._seq
 
     def source(self) -> dict[str, object]:
         """vLLM's `KVEventsConfig`, as ``GET /kv_event_sources`` shows it for one rank."""
@@ -236,49 +208,6 @@ class EventPublisher:
             "topic": self.topic,
         }
 
-    def start(self) -> None:
-        """Begin to answer replay requests (needs a running event loop)."""
-        self._task = asyncio.create_task(self._serve_replay(), name="stub-replay")
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        self._pub.close(linger=0)
-        self._router.close(linger=0)
-
     def publish(self, events: Sequence[Event], ts: float) -> None:
-        payload = self._encoder.payload(events, ts)
-        self.send(payload)
-
-    def send(self, payload: bytes) -> None:
-        """Put one payload on the wire under the next sequence number, whatever its bytes."""
-        seq, self._seq = self._seq, self._seq + 1
-        self._buffer.append((seq, payload))
-        self._pub.send_multipart((self._topic, seq.to_bytes(8, "big"), payload))
-
-    def skip(self, count: int) -> None:
-        """Lose sequence numbers: subscribers see a gap that no replay can fill."""
-        self._seq += count
-
-    async def _serve_replay(self) -> None:
-        while True:
-            frames = await self._router.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) > 8:
-                continue  # as vLLM does: an ill-formed request gets no answer
-            client, _, start = frames
-            first = int.from_bytes(start, "big")
-            for seq, payload in list(self._buffer):
-                if seq >= first:
-                    reply = [client, b"", self._topic, seq.to_bytes(8, "big"), payload]
-                    await self._router.send_multipart(reply)
-            await self._router.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
-
-
-def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, host: str, port: int) -> str:
-    if port:
-        socket.bind(f"tcp://{host}:{port}")
-    else:
-        port = socket.bind_to_random_port(f"tcp://{host}")
-    return f"tcp://{host}:{port}"
+        """The next batch."""
+        self.send(self._encoder.payload(events, ts))

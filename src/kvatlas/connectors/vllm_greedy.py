@@ -139,10 +139,11 @@ def about() -> dict[str, str]:
     are chosen."""
     import torch  # noqa: PLC0415
     from vllm import __version__  # noqa: PLC0415
+    from vllm.platforms import current_platform  # noqa: PLC0415
 
     device = f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    if torch.cuda.is_available():
-        device = "cuda sm{}{}".format(*torch.cuda.get_device_capability())
+    if current_platform.is_cuda():  # asked of the driver: nothing is taken of the device
+        device = "cuda sm{}{}".format(*current_platform.get_device_capability())
     return {
         "version": __version__,
         "device": device,

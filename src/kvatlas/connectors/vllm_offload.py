@@ -19,8 +19,7 @@ for the agent), ``weights_digest``, ``name``.
 from __future__ import annotations
 
 import json
-import os
-import socket
+import time
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
@@ -34,14 +33,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvatlas.connectors.agent_client import AgentClient
-from kvatlas.connectors.vllm_copies import Block, Copier, Copies, Copy, Results
-from kvatlas.connectors.vllm_probe import layers_of, parts_of
+from kvatlas.connectors.agent_client import AgentClient, Settings, settings_of
+from kvatlas.connectors.vllm_copies import Block, Copier, Copies, Copy, Results, Share
+from kvatlas.connectors.vllm_greedy import about
+from kvatlas.connectors.vllm_identity import check, config_of, name_of, names_served, variant_of
+from kvatlas.connectors.vllm_probe import Part, layers_of, parts_of
 from kvatlas.core.units import Part as Which
 from kvatlas.errors import EngineError
 from kvatlas.service import agent_wire as wire
+
+log = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
+
+TELL_S = 60.0
+ASKS_MAX = 8  # of one request, each with all of its tokens
 
 _SOURCES = {"dram": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peer": CacheHitSource.P2P}
 
@@ -56,7 +64,8 @@ class Tracked:
     resumed: int = 0
     told: int = 0  # grid positions up to which the agent knows of it
     given_up: bool = False
-    asked: bool = False  # how far it can be resumed
+    asks: int = 0
+    asked: int | None = None  # what the engine had when we asked how far it can be resumed
 
 
 class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -65,30 +74,37 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises EngineError where this engine cannot be served, and says why."""
         super().__init__(vllm_config, role, kv_cache_config)
-        _check(vllm_config)
-        settings = dict(self._kv_transfer_config.kv_connector_extra_config)
-        if "socket" not in settings:
-            raise EngineError("kv_connector_extra_config needs the agent's socket")
-        self._path = Path(settings["socket"])
-        self._deadline_s = float(settings.get("load_deadline_s", 10.0))
+        _check(vllm_config, kv_cache_config)
+        given = self._kv_transfer_config.kv_connector_extra_config
+        settings = settings_of(given, answer_s=0.05)
+        self._path = Path(settings.socket)
+        self._deadline_s = settings.load_deadline_s
         self._groups = kv_cache_config.kv_cache_groups
-        self._copier = Copier(self._path, self._groups)  # the worker's side; the rest decides
+        self._ranks = vllm_config.parallel_config.tensor_parallel_size
+        share = _share(vllm_config, kv_cache_config) if role.name == "WORKER" else Share()
+        self._copier = Copier(self._path, self._groups, share)  # the rest decides
         self.counts: Counter[str] = Counter()
+        self._told: Counter[str] = Counter()
+        self._tell_again = 0.0
         self._copies = Copies()
         self._tracked: dict[str, Tracked] = {}
+        self._ordered: dict[int, int] = {}  # units of orders that are carried out in this step
         self._client: AgentClient | None = None
         if role.name == "SCHEDULER":
             self._start(vllm_config, settings)
 
-    def _start(self, vllm_config: Any, settings: dict[str, Any]) -> None:
-        answer_s = float(settings.get("answer_s", 0.05))
-        client = AgentClient(self._path, _hello(vllm_config, settings), answer_s=answer_s)
+    def _start(self, vllm_config: Any, settings: Settings) -> None:
+        cut = 1 if _replicated(self._kv_cache_config, self._ranks) else self._ranks
+        hello = _hello(vllm_config, settings, cut)
+        client = AgentClient(self._path, hello, answer_s=settings.answer_s)
         welcome = client.welcome
         if welcome is None:
             raise EngineError(f"no agent answers at {self._path}: start `kvatlas agent` first")
         self._client = client
         self._described = [msgspec.structs.asdict(part) for part in welcome.parts]
         self._grid = welcome.grid_tokens
+        self._minimal = welcome.minimal
+        self._mapped = welcome.arena  # by all workers, else they would have ended the engine
         try:
             layers_of(self._described, self._groups)
             self._parts = parts_of(self._described, self._groups)
@@ -121,30 +137,54 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._agent.end(id)
         if tracked.given_up:
             return 0, False
-        if not tracked.asked:
-            tracked.asked = True
-            tracked.tokens = array("I", request.all_token_ids)
-            salt, adapter = _names(request)
-            asked = self._agent.want(
-                id,
-                tracked.tokens.tobytes(),
-                num_computed_tokens,
-                self._deadline_s,
-                scope=salt,
-                adapter=adapter,
-            )
-            if not asked:
-                return 0, False
+        if self._agent.life not in ("", self._mapped):
+            # A promise takes workers that can read where it lies. It may be saved, though.
+            if tracked.asked is None:
+                self._ask(tracked, num_computed_tokens)
+            self._agent.cancel(id)
+            self._agent.release(id, used=False)
+            return 0, False
+        if tracked.asked is None and not self._ask(tracked, num_computed_tokens):
+            return 0, False
         staged = self._agent.staged(id)
+        if staged is not None and not self._goes_on_from(staged, num_computed_tokens):
+            # Nothing, or the engine has lost, meanwhile, what it had when we asked.
+            if num_computed_tokens >= (tracked.asked or 0) or tracked.asks >= ASKS_MAX:
+                return 0, False
+            self.counts["asked_again"] += 1
+            if not self._ask(tracked, num_computed_tokens):
+                return 0, False
+            staged = self._agent.staged(id)
         if staged is None:
             return (None if self._agent.waits(id) else 0), False
-        bodies = [p.index for p in staged.pieces if p.part == Which.BODY]
         position = staged.tokens
-        if not bodies or num_computed_tokens < min(bodies) * self._grid:
-            position = 0  # nothing, or the engine has lost, meanwhile, what it had when we asked
-        if position >= request.num_tokens:
-            position = 0
+        if not self._goes_on_from(staged, num_computed_tokens) or position >= request.num_tokens:
+            return 0, False
+        if self._minimal and not _may_be_minimal(request, position, self._parts):
+            self.counts["handed_over"] += 1
+            return 0, False
         return max(0, position - num_computed_tokens), False
+
+    def _ask(self, tracked: Tracked, num_computed_tokens: int) -> bool:
+        """How far can it be resumed? False: there is nobody to ask."""
+        request = tracked.request
+        tracked.asked = num_computed_tokens
+        tracked.asks += 1
+        tracked.tokens = array("I", request.all_token_ids)
+        salt, adapter = _names(request)
+        return self._agent.want(
+            request.request_id,
+            tracked.tokens.tobytes(),
+            num_computed_tokens,
+            self._deadline_s,
+            scope=salt,
+            adapter=adapter,
+        )
+
+    def _goes_on_from(self, staged: wire.Staged, num_computed_tokens: int) -> bool:
+        """Whether what is staged follows on what the engine has."""
+        bodies = [p.index for p in staged.pieces if p.part == Which.BODY]
+        return bool(bodies) and num_computed_tokens >= min(bodies) * self._grid
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its blocks: load, or give back what is held for it."""
@@ -173,6 +213,21 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise RuntimeError("not all that the engine is to resume from is there")
         self._copies.load[request.request_id] = copies
         self._copies.load_arena = welcome.arena
+        if self._minimal:
+            self._leave_unfilled(staged.tokens, local, ids)
+
+    def _leave_unfilled(self, position: int, local: int, ids: list[list[int]]) -> None:
+        """What a minimal load does not fill is zeroed, and nobody finds it in the prefix cache,
+        where it is since it was allocated and nobody has looked yet."""
+        unfilled = [
+            ((part.name, group), ids[group][i])
+            for part in self._parts
+            for group in part.groups
+            for i in part.unfilled(position)
+            if (i + 1) * part.block_tokens > local and ids[group][i]
+        ]
+        self._copies.zero += unfilled
+        self._kv_cache_manager.evict_blocks({block for _, block in unfilled})
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -200,7 +255,7 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if which == Which.BODY:
                 wanted = range(index * self._grid // size, end // size)
             else:
-                wanted = part.needed(end, False)
+                wanted = part.needed(end, self._minimal)
             for group in part.groups:
                 for i in wanted:
                     have = (i + 1) * size <= local
@@ -231,11 +286,19 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for ids, added in zip(tracked.ids, more or (), strict=False):
                 ids.extend(added)
             self._fill(id, tracked, cached.num_computed_tokens[i], scheduled, copies)
-        if copies.load or copies.save:
+        self._tell()
+        life = self._agent.life
+        if copies.load or copies.save or life not in ("", self._mapped):
             copies.parts = self._described
-            welcome = self._agent.welcome
-            copies.arena = welcome.arena if welcome is not None else ""
+            copies.arena = life
         return copies
+
+    def _tell(self) -> None:
+        """The counts, in the log: nobody sees them otherwise."""
+        counts = self.counts + self._agent.counts
+        if counts != self._told and time.monotonic() >= self._tell_again:
+            log.info("kvatlas, since the start: %s", dict(sorted(counts.items())))
+            self._told, self._tell_again = counts, time.monotonic() + TELL_S
 
     def _fill(
         self, id: str, tracked: Tracked, start: int, scheduled: dict[str, int], copies: Copies
@@ -267,16 +330,24 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 if found is not None and (piece.index + 1) <= end:
                     pieces.append(Copy(piece, found))
             copies.save[order.op] = pieces
+            self._ordered[order.op] = len(order.pieces)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the worker's side has done goes to the agent."""
         results = connector_output.kv_connector_worker_meta
         if not isinstance(results, Results):
             return
-        for id in results.loaded:
+        whole = results.ranks == self._ranks
+        if not whole:
+            self.counts["ranks_missing"] += 1
+        if results.mapped and whole:
+            self._mapped = results.mapped
+        for id in results.loaded if whole else ():
             self._agent.release(id, used=True)
         for op, sums in results.saved.items():
-            self._agent.saved(op, tuple(sums))
+            there = tuple((name, checksum) for name, checksum in sums.items() if checksum)
+            self.counts["not_copied"] += self._ordered.pop(op, 0) - len(there)
+            self._agent.saved(op, there if whole else ())
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
@@ -325,38 +396,65 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._copier.results()
 
 
-def _check(vllm_config: Any) -> None:
+def _check(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises EngineError for what is not supported (yet)."""
+    check(vllm_config)
     parallel = vllm_config.parallel_config
-    if parallel.world_size > 1:
-        raise EngineError("kvatlas: tensor and pipeline parallel engines are not supported yet")
-    if vllm_config.speculative_config is not None:
-        raise EngineError("kvatlas: engines with a draft model are not supported yet")
-    if not vllm_config.cache_config.enable_prefix_caching:
-        raise EngineError("kvatlas: prefix caching is off, and with it every use of saved state")
+    ranks = parallel.tensor_parallel_size
+    if parallel.world_size != ranks:
+        raise EngineError("kvatlas: pipeline and context parallel engines are not supported yet")
+    if not _replicated(kv_cache_config, ranks) and kv_cache_config.kv_tp_replicas != 1:
+        raise EngineError(
+            f"kvatlas: {kv_cache_config.kv_tp_replicas} of {ranks} ranks hold the same KV heads:"
+            " their number must divide that of the heads"
+        )
 
 
-def _hello(vllm_config: Any, settings: dict[str, Any]) -> wire.Hello:
+def _replicated(kv_cache_config: Any, ranks: int) -> bool:
+    """Whether every rank holds all of the state."""
+    return bool(kv_cache_config.kv_tp_replicas == ranks)
+
+
+def _share(vllm_config: Any, kv_cache_config: Any) -> Share:
+    """What of the state this worker holds."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    if ranks == 1:
+        return Share()
+    by_head = not _replicated(kv_cache_config, ranks)
+    return Share(parallel.rank, ranks, by_head, get_tp_group().barrier)
+
+
+def _hello(vllm_config: Any, settings: Settings, ranks: int) -> wire.Hello:
+    """``ranks``: between which the heads are cut."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    file = Path(model.model) / "config.json"
-    if file.is_file():
-        config = file.read_bytes()
-    else:
-        config = json.dumps(model.hf_config.to_dict(), default=str).encode()
+    config = config_of(model)
     v4 = json.loads(config).get("model_type") == "deepseek_v4"  # it chooses its blocks by layer
-    served = model.served_model_name
     return wire.Hello(
         wire.VERSION,
-        model.model,
-        tuple(served) if isinstance(served, list | tuple) else (served or model.model,),
+        name_of(model),
+        names_served(model),
         config,
         "vllm",
         __version__,
         cache.cache_dtype,
         0 if v4 else cache.block_size,
-        settings.get("weights_digest", ""),
+        settings.weights_digest,
         cache.prefix_caching_hash_algo,
-        settings.get("name", f"{socket.gethostname()}-{os.getpid()}"),
+        settings.name,
+        device=about()["device"],
+        ranks=ranks,
+        variant=variant_of(model),
+    )
+
+
+def _may_be_minimal(request: Any, position: int, parts: list[Part]) -> bool:
+    """Whether nothing that a minimal load leaves unfilled would be handed over to a decoder."""
+    wishes = request.kv_transfer_params or {}
+    return not wishes.get("do_remote_decode") or all(
+        part.unfilled(position).stop <= part.handed_over_from(request.num_tokens)
+        for part in parts
+        if part.unfilled(position)
     )
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from kvatlas.core.agent_drain import Drained
 from kvatlas.core.agent_ends import Ends
 from kvatlas.core.agent_saves import Saves
 from kvatlas.core.agent_state import decoded, encoded, fill
@@ -31,6 +32,7 @@ from kvatlas.core.agent_values import (
     Damaged,
     Detach,
     Done,
+    Drain,
     Effect,
     Evicted,
     Fetch,
@@ -51,23 +53,21 @@ from kvatlas.core.agent_values import (
     Ready,
     Release,
     Resize,
-    Resync,
+    Rest,
     Source,
+    Take,
     Told,
 )
-from kvatlas.core.cost import EngineCost, PoolCost
-from kvatlas.core.events import AllBlocksCleared
-from kvatlas.core.inventory import OWN, Reach
+from kvatlas.core.events import Event
+from kvatlas.core.inventory import OWN, Place, Reach, sources_of
 from kvatlas.core.ledger import Ledger
 from kvatlas.core.node import Node, Worker
 from kvatlas.core.operations import Operation
 from kvatlas.core.placement import best_offer
 from kvatlas.core.policy.base import Policy
 from kvatlas.core.records import Tier
-from kvatlas.core.units import Part, name_of
+from kvatlas.core.units import Part, Unit, name_of
 from kvatlas.errors import ConfigError
-
-_POOLS_MAX = 64  # fingerprints of which prices are remembered
 
 
 class Agent:
@@ -84,7 +84,7 @@ class Agent:
         self._node = Node(self.config, {tier: ledgers[tier] for tier in sorted(ledgers)})
         self._saves = Saves(self._node)
         self._ends = Ends(self._node)
-        self._pools: dict[bytes, PoolCost] = {}
+        self._drained = Drained(self._node, self._ends)
 
     # -- the machine ----------------------------------------------------------------------------
 
@@ -92,10 +92,15 @@ class Agent:
         """Take one input in."""
         self._begin(now)
         match event:
-            case Filled():
+            case Filled() if self._node.draining:
+                self._node.counts["save_draining"] += 1
+            case Filled(worker, _, keys):
                 self._saves.filled(event)
+                self._ends.again(worker, keys, event.tenant)
             case Fetch():
                 self._fetch(event)
+            case Take():
+                self._take(event)
             case Done():
                 self._ends.done(event)
             case Cancel():
@@ -108,9 +113,8 @@ class Agent:
                 self._detach(event.worker)
             case Damaged() | Lose() | Told() | Found():
                 self._ends.learn(event)
-            case Resync():
-                self._node.inventory.say_all()
-                self._node.out.append(Announce((AllBlocksCleared(),)))
+            case Rest():
+                self._node.rest(event)
             case _:
                 self._wish(event)
         return self._end()
@@ -148,6 +152,7 @@ class Agent:
         node = self._node
         node.relieve()
         self._ends.retry()
+        self._drained.pump()
         self._saves.pump()
         said = node.inventory.take_said()
         if said:
@@ -173,6 +178,27 @@ class Agent:
         reach, position = self._reach(ask, worker), tokens // worker.sizes.grid_tokens
         return reach.sources(position) if position in reach.positions else ()
 
+    def held(self) -> tuple[Event, ...]:
+        """All that was announced and is so still, for whoever lost track. Changes nothing."""
+        return self._node.inventory.all_said()
+
+    def unknown(self, ask: Ask, tokens: int) -> list[tuple[Unit, ...]]:
+        """Block by block from ``tokens`` on, the units of a prompt that no tier is known to have:
+        what may be looked for in shared ones. Changes nothing."""
+        worker = self._node.workers.get(ask.worker)
+        if worker is None:
+            return []
+        return self._node.unknown(ask.keys, max(tokens, 0) // worker.sizes.grid_tokens, worker)
+
+    def present(self, name: str, keys: Sequence[bytes], first: int) -> tuple[int, tuple[int, ...]]:
+        """Of a prompt's blocks from ``first`` on: how many lie here in a row, and at which counts
+        of blocks an engine that has those before ``first`` can resume. Changes nothing."""
+        worker = self._node.workers.get(name)
+        if worker is None:
+            return 0, ()
+        reach = self._node.inventory.reach(keys, first, worker.sizes, self._node.order)
+        return len(reach.bodies), tuple(reach.positions)
+
     def _reach(self, ask: Ask, worker: Worker) -> Reach:
         start = max(ask.local_tokens, 0) // worker.sizes.grid_tokens
         return self._node.inventory.reach(ask.keys, start, worker.sizes, self._node.order)
@@ -180,15 +206,10 @@ class Agent:
     # -- engines --------------------------------------------------------------------------------
 
     def _attach(self, event: Attach) -> None:
+        worker = Worker(event)  # raises before anything changes
         if event.worker in self._node.workers:
             self._detach(event.worker)
-        pool = self._pools.get(event.fingerprint)
-        if pool is None:
-            pool = PoolCost(event.layout, event.prefill_tokens_per_s)
-            self._pools[event.fingerprint] = pool
-            if len(self._pools) > _POOLS_MAX:
-                del self._pools[next(iter(self._pools))]
-        self._node.workers[event.worker] = Worker(event, EngineCost(pool))
+        self._node.workers[event.worker] = worker
 
     def _detach(self, name: str) -> None:
         """The process is gone: it fills no room and reads nothing any more."""
@@ -200,43 +221,86 @@ class Agent:
     def _fetch(self, event: Fetch) -> None:
         """Load exactly as far as the engine made room for, or not at all."""
         ask, node = event.ask, self._node
-        worker = node.worker(ask.worker)
+        worker = self._asks(ask)
         if worker is None:
             return
         position, rest = divmod(event.tokens, worker.sizes.grid_tokens)
-        if node.operations.load_of(ask.worker, ask.request) is not None:
-            node.counts["load_twice"] += 1  # its `Ready` is still to come
-            return
-        busy = node.operations.running[Kind.LOAD] >= node.config.loads_max
         reach = self._reach(ask, worker)
+        sources: tuple[Source, ...] = ()
+        if not rest and position in reach.positions:
+            sources = node.paths.spread(reach.sources(position))
+        # As long as it would take to compute what it brings: then computing is the sooner way.
+        prompt_tokens = max(ask.prompt_tokens, event.tokens)
+        saves_s = worker.cost.recompute_s(ask.local_tokens, prompt_tokens)
+        saves_s -= worker.cost.recompute_s(event.tokens, prompt_tokens)
+        within_s = min(ask.deadline_s, max(saves_s, node.config.load_least_s))
+        ask = msgspec.structs.replace(ask, deadline_s=within_s)
+        self._load(ask, sources, ask.keys[:position], ask.local_tokens, event.tokens)
+
+    def _take(self, event: Take) -> None:
+        """Load what there is of it."""
+        node = self._node
+        worker = self._asks(event)
+        if worker is None:
+            return
+        of = worker.sizes.body if event.part is Part.BODY else worker.sizes.point
+        found: dict[Place, list[Unit]] = {}
+        for index in range(event.first, len(event.keys)):
+            unit = of(event.keys, index)
+            place = node.inventory.place(unit.name, node.order)
+            if place is not None and unit.size_bytes:
+                found.setdefault(place, []).append(unit)
+        self._load(event, sources_of(found), event.keys, 0, 0)
+
+    def _asks(self, asked: Ask | Take) -> Worker | None:
+        """Who asks for a load; None: it is not to be answered."""
+        node = self._node
+        worker = node.worker(asked.worker)
+        if worker is None:
+            return None
+        if node.operations.load_of(asked.worker, asked.request) is not None:
+            node.counts["load_twice"] += 1  # its `Ready` is still to come
+            return None
+        return worker
+
+    def _load(
+        self,
+        asked: Ask | Take,
+        sources: tuple[Source, ...],
+        keys: tuple[bytes, ...],
+        start: int,
+        end: int,
+    ) -> None:
+        """Begin it, or say at once that nothing comes: of no sources, or where it cannot be."""
+        node = self._node
+        busy = node.operations.running[Kind.LOAD] >= node.config.loads_max
+        until = node.now + min(node.config.load_s, max(asked.deadline_s, 0.0))
         leases = None
-        until = node.now + min(node.config.load_s, max(ask.deadline_s, 0.0))
-        if not rest and position in reach.positions and not busy:
-            sources = reach.sources(position)
+        if sources and not busy:
             # A read that is given up may still go on for as long as the grace.
             leases = node.lease(sources, until + node.config.grace_s)
         if leases is None:
             node.counts["load_busy" if busy else "load_gone"] += 1
-            node.out.append(Ready(ask.worker, ask.request, ask.local_tokens))
+            node.out.append(Ready(asked.worker, asked.request, start))
             return
-        number = node.operations.next()
-        start = ask.local_tokens
         operation = Operation(
-            number=number,
+            number=node.operations.next(),
             kind=Kind.LOAD,
             since=node.now,
             until=until,
             sources=sources,
-            worker=ask.worker,
-            request=ask.request,
-            tenant=ask.tenant,
-            keys=ask.keys[:position],
+            worker=asked.worker,
+            request=asked.request,
+            tenant=asked.tenant,
+            keys=keys,
             start=start,
-            end=event.tokens,
+            end=end,
             leases=leases,
         )
         node.begin(operation)
-        node.out.append(Load(number, ask.worker, ask.request, start, event.tokens, sources, until))
+        node.out.append(
+            Load(operation.number, asked.worker, asked.request, start, end, sources, until)
+        )
 
     def _cancel(self, event: Cancel) -> None:
         operation = self._node.operations.load_of(event.worker, event.request)
@@ -249,12 +313,12 @@ class Agent:
         """What somebody asks of this node, beyond serving its engines."""
         node = self._node
         match event:
-            case Pull(worker, keys, tenant):
+            case Pull(worker, keys, tenant, owner):
                 for source in self._held_of(worker, keys, node.order):
-                    self._ends.promote(source, tenant, keys)
-            case Push(worker, keys, tier, tenant):
+                    self._ends.promote(source, tenant, keys, owner)
+            case Push(worker, keys, tier, tenant, owner):
                 for source in self._held_of(worker, keys, OWN):
-                    self._ends.write(source, tier, tenant)
+                    self._ends.write(source, tier, tenant, owner)
             case Keep(owner, keys, until):
                 names = (name_of(key, part) for key in keys for part in Part)
                 self._lease_all(owner, names, until, node.inventory.ledgers)
@@ -262,6 +326,7 @@ class Agent:
                 have = self._lease_all(owner, names, until, (Tier.DRAM,))
                 node.out.append(Lent(owner, have))
             case Release(owner):
+                self._ends.recall(owner)
                 for tier, ledger in node.inventory.ledgers.items():
                     node.freed(tier, ledger.forget(_owner(owner)).entries)
             case Quota(tenant, size_bytes):
@@ -269,6 +334,9 @@ class Agent:
             case Resize(tier, capacity_bytes):
                 if (resized := node.ledger(tier)) is not None:
                     resized.resize(capacity_bytes)
+            case Drain():
+                node.draining = True
+                self._saves.forget_all()
             case Forget(tenant):
                 self._saves.forget_tenant(tenant)
                 self._ends.forget_tenant(tenant)
@@ -309,6 +377,49 @@ class Agent:
         return reach.sources(reach.positions[-1]) if reach.positions else ()
 
     # -- the whole ------------------------------------------------------------------------------
+
+    def under_way(self, owner: str) -> int:
+        """Copies that were asked for ahead of time by ``owner`` and have not ended."""
+        return self._ends.under_way(owner)
+
+    def depths(self, name: str, keys: tuple[bytes, ...]) -> tuple[int, dict[Tier, int]]:
+        """How many tokens of a prompt an engine could resume from all tiers together, and from each
+        by itself. Changes nothing."""
+        worker = self._node.workers.get(name)
+        if worker is None:
+            return 0, {}
+        reach, grid = self._node.inventory.reach, worker.sizes.grid_tokens
+        ends = {
+            order: max(reach(keys, 0, worker.sizes, order).positions, default=0) * grid
+            for order in (tuple(self._node.order), *((tier,) for tier in self._node.order))
+        }
+        alone = {tier: ends[tier,] for tier in self._node.order if ends[tier,]}
+        return ends[tuple(self._node.order)], alone
+
+    def expects(self, tier: Tier, name: bytes) -> bool:
+        """Whether a unit is held in an own tier, or on its way to one. Changes nothing."""
+        ledger = self._node.inventory.ledgers.get(tier)
+        held = ledger is not None and ledger.peek(name) is not None
+        return held or self._node.inventory.coming(name)
+
+    def held_bytes(self, keys: Iterable[bytes]) -> dict[Tier, int]:
+        """What of a prompt lies in each own tier. Changes nothing."""
+        names = [name_of(key, part) for key in keys for part in Part]
+        found = {}
+        for tier, ledger in self._node.inventory.ledgers.items():
+            entries = (ledger.peek(name) for name in names)
+            found[tier] = sum(e.facts.size_bytes for e in entries if e is not None)
+        return found
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is about to end."""
+        return self._node.draining
+
+    @property
+    def drained(self) -> bool:
+        """It is draining, and all that could be brought to disk is there."""
+        return self._node.draining and self._drained.over and not self.busy
 
     @property
     def counts(self) -> Counter[str]:

@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 from kvatlas.core.agent_values import Damaged, Done, Found, Kind, Lose, Ready, Source, Stop, Told
-from kvatlas.core.inventory import name_in
+from kvatlas.core.inventory import OWN, Place, name_in, sources_of
 from kvatlas.core.ledger_values import Refusal, Why
 from kvatlas.core.node import Node, carried, facts_of
 from kvatlas.core.operations import Operation
 from kvatlas.core.policy.base import Facts
 from kvatlas.core.records import Tier
-from kvatlas.core.units import Part, Unit
+from kvatlas.core.units import Part, Unit, name_of
 
 
 class Later(msgspec.Struct, frozen=True):
@@ -27,6 +27,7 @@ class Later(msgspec.Struct, frozen=True):
     source: Source
     tenant: str
     keys: tuple[bytes, ...]
+    owner: str = ""
 
 
 class Ends:
@@ -61,7 +62,20 @@ class Ends:
         self._seen = changes
         later, self._later = self._later, OrderedDict()
         for each in later.values():
-            self.promote(each.source, each.tenant, each.keys)
+            self.promote(each.source, each.tenant, each.keys, each.owner)
+
+    def under_way(self, owner: str) -> int:
+        """Copies that somebody asked for ahead of time, and those of them that wait."""
+        running = sum(operation.owner == owner for operation in self._node.operations)
+        return running + sum(later.owner == owner for later in self._later.values())
+
+    def recall(self, owner: str) -> None:
+        """They are not wanted any more: nothing is kept of what has not arrived."""
+        for operation in [o for o in self._node.operations if o.owner == owner]:
+            operation.void = True
+            self._node.stop(operation)
+        for name in [n for n, later in self._later.items() if later.owner == owner]:
+            del self._later[name]
 
     def done(self, event: Done) -> None:
         """An operation ended. One that was given up before counts for nothing."""
@@ -73,13 +87,15 @@ class Ends:
         if event.error:
             node.counts[f"{operation.kind}_failed"] += 1
         bad = {*event.failed, *event.damaged}
+        missing = bad.union(event.refused)
+        node.counts["not_taken"] += len(event.refused)
         failed = bool(event.error) or operation.void
-        arrived = [] if failed else [u for _, u in operation.units() if u.name not in bad]
+        arrived = [] if failed else [u for _, u in operation.units() if u.name not in missing]
         if bad and operation.kind not in (Kind.SAVE, Kind.SEAL):
             self._blame(operation, bad, event.damaged)
         match operation.kind:
             case Kind.LOAD:
-                self._loaded(operation, arrived, whole=not failed and not bad)
+                self._loaded(operation, arrived, whole=not failed and not missing)
             case Kind.SAVE:
                 self._saved(operation, arrived)
             case Kind.SEAL:
@@ -115,7 +131,8 @@ class Ends:
             if source.tier in node.inventory.ledgers:
                 node.drop(source.tier, unit.name)
             else:
-                node.inventory.unknow(source.tier, unit.name, source.node, ours=True)
+                at = source.node if source.tier is Tier.PEER else ""  # whoever passed it on
+                node.inventory.unknow(source.tier, unit.name, at, ours=True)
 
     # -- loads ----------------------------------------------------------------------------------
 
@@ -123,7 +140,8 @@ class Ends:
         node = self._node
         tokens = operation.end if whole else operation.start
         worker = node.workers.get(operation.worker)
-        if not whole and worker is not None and not worker.sizes.has_points:
+        part = operation.end > operation.start  # else each unit counts for itself
+        if part and not whole and worker is not None and not worker.sizes.has_points:
             # Without windows each body ends at a position: what came in a row counts.
             have = {unit.name for unit in arrived}
             units = sorted((u for _, u in operation.units()), key=lambda u: u.index)
@@ -143,6 +161,7 @@ class Ends:
             self._learn_speed(operation)
             for source in operation.sources:
                 self._promote_used(source, operation)
+            self.again(operation.worker, operation.keys, operation.tenant)
 
     def _learn_speed(self, operation: Operation) -> None:
         """A copy that had its path for itself says how fast that is."""
@@ -150,12 +169,12 @@ class Ends:
         if not operation.alone or operation.stopping:
             return
         seconds = self._node.now - operation.since
-        tiers = {source.tier for source in operation.sources}
+        ways = {paths.way(source) for source in operation.sources}
         if target is not None:
             if not paths.writing[target]:
                 paths.writes[target].observe(operation.size_bytes, seconds)
-        elif len(tiers) == 1 and not any(paths.reading[tier] for tier in tiers):
-            paths.reads[tiers.pop()].observe(operation.size_bytes, seconds)
+        elif len(ways) == 1 and not any(paths.reading[way] for way in ways):
+            paths.reads[ways.pop()].observe(operation.size_bytes, seconds)
             self._node.order = paths.order()
 
     def _promote_used(self, source: Source, operation: Operation) -> None:
@@ -176,29 +195,61 @@ class Ends:
 
     # -- copies that begin ----------------------------------------------------------------------
 
-    def promote(self, source: Source, tenant: str, keys: tuple[bytes, ...]) -> None:
+    def promote(
+        self, source: Source, tenant: str, keys: tuple[bytes, ...], owner: str = ""
+    ) -> None:
         """Copy units up to dram, where they are not there; later, where there is no room yet."""
-        refused = self._copy(Kind.PROMOTE, source, Tier.DRAM, tenant, keys)
+        refused = self._copy(Kind.PROMOTE, source, Tier.DRAM, tenant, keys, owner=owner)
         if refused is None:
             return
         waits = refused.why in (Why.FULL, Why.BUSY)
         if waits and self._node.operations.running[Kind.DEMOTE]:
-            self.wait(Later(source, tenant, keys))
+            self.wait(Later(source, tenant, keys, owner))
         else:
             self._node.counts["promotion_refused"] += 1
 
-    def write(self, source: Source, target: Tier, tenant: str) -> None:
+    def write(self, source: Source, target: Tier, tenant: str, owner: str = "") -> None:
         """Copy units on to a tier below or shared, beside where they are."""
-        if self._copy(Kind.WRITE, source, target, tenant, ()) is not None:
+        if self._copy(Kind.WRITE, source, target, tenant, (), owner=owner) is not None:
             self._node.counts["write_refused"] += 1
 
+    def again(self, worker: str, keys: Sequence[bytes], tenant: str) -> None:
+        """A prompt is used of which the store has lost something that lies here still: write it
+        again, if that is what it is kept there for."""
+        node = self._node
+        lost, used = node.inventory.lost, node.workers.get(worker)
+        through = Tier.OBJECT in node.config.write_through and not node.draining
+        if not lost or used is None or not through:
+            return
+        operations = (o for o in node.operations if o.target is Tier.OBJECT)
+        wanted = lost.difference(unit.name for o in operations for _, unit in o.units())
+        found: dict[Place, list[Unit]] = {}
+        for part, make in ((Part.BODY, used.sizes.body), (Part.POINT, used.sizes.point)):
+            for index, key in enumerate(keys):
+                name = name_of(key, part)
+                place = node.inventory.place(name, OWN) if name in wanted else None
+                if place is not None:
+                    found.setdefault(place, []).append(make(keys, index))
+        for source in sources_of(found):
+            self.write(source, Tier.OBJECT, tenant)
+
     def _copy(
-        self, kind: Kind, source: Source, target: Tier, tenant: str, keys: Sequence[bytes]
+        self,
+        kind: Kind,
+        source: Source,
+        target: Tier,
+        tenant: str,
+        keys: Sequence[bytes],
+        *,
+        owner: str,
     ) -> Refusal | None:
         """Begin to copy what is not at ``target``; answers only where that has no room for it."""
         node = self._node
         own, known = target in node.inventory.ledgers, node.inventory.known.get(target)
         if source.tier is target or not (own or known is not None):
+            return None
+        if target in node.paths.resting:
+            node.counts["write_rests"] += 1
             return None
         if node.operations.running[kind] >= node.config.copies_max:
             node.counts["promotion_busy" if kind is Kind.PROMOTE else "write_busy"] += 1
@@ -216,7 +267,12 @@ class Ends:
         if isinstance(rooms, Refusal):
             node.end_leases(leases)
             return rooms
-        node.copy(kind, going, target, rooms, tenant=tenant, leases=leases)
+        if own:  # what is deleted there and still read has no room: its bytes would be nobody's
+            going = Source(source.tier, tuple(u for u in units if u.name in rooms), source.node)
+        if not going.units:
+            node.end_leases(leases)
+            return None
+        node.copy(kind, going, target, rooms, tenant=tenant, owner=owner, leases=leases)
         return None
 
     def _facts(self, tier: Tier, unit: Unit, keys: Sequence[bytes]) -> Facts:

@@ -28,7 +28,8 @@ _REQUESTS_MAX = 4096  # of which is remembered where they left what others had
 
 class Wish(msgspec.Struct, frozen=True):
     """Something to save once there is room: of ``keys`` the blocks up to the last of ``points``
-    (counts of blocks). ``value_s`` is the engine time that one hit on it saves."""
+    (counts of blocks), from block ``first`` on. ``value_s`` is the engine time that one hit on it
+    saves."""
 
     number: int
     worker: str
@@ -38,6 +39,7 @@ class Wish(msgspec.Struct, frozen=True):
     points: tuple[int, ...]
     value_s: float
     until: float
+    first: int = 0
 
 
 class Saves:
@@ -68,15 +70,17 @@ class Saves:
         worker = node.worker(event.worker)
         if worker is None:
             return
-        if len(event.keys) > node.config.units_max:
+        if len(event.keys) - event.first > node.config.units_max:
             node.counts["save_too_long"] += 1
             return
         points = self._chosen(event, worker)
-        end = points[-1] if points else 0 if worker.sizes.has_points else len(event.keys)
+        end = points[-1] if points else 0
+        if event.ahead or not worker.sizes.has_points:
+            end = len(event.keys)
         if not end:
             return
         keys = event.keys[:end]
-        new = self._new(keys, points, worker)
+        new = self._new(keys, points, worker, event.first)
         if not new:
             return
         value_s, size_bytes = _value_s(new), sum(unit.size_bytes for unit in new)
@@ -93,6 +97,7 @@ class Saves:
                 points=points,
                 value_s=value_s,
                 until=node.now + node.config.queue_s,
+                first=event.first,
             )
         )
 
@@ -133,7 +138,7 @@ class Saves:
         return sum(1 for _ in itertools.takewhile(self._node.inventory.held, names))
 
     def _new(
-        self, keys: Sequence[bytes], points: Sequence[int], worker: Worker
+        self, keys: Sequence[bytes], points: Sequence[int], worker: Worker, first: int
     ) -> dict[Unit, Facts]:
         """The units of it that no own tier holds, bodies first, with what a hit on them saves.
 
@@ -141,7 +146,7 @@ class Saves:
         """
         sizes, grid, held = worker.sizes, worker.sizes.grid_tokens, self._node.inventory.held
         units: dict[Unit, Facts] = {}
-        for index, key in enumerate(keys):
+        for index, key in enumerate(keys[first:], first):
             if not held(name_of(key, Part.BODY)):
                 value_s = saved_s(worker.cost, index * grid, (index + 1) * grid)
                 unit = sizes.body(keys, index)
@@ -183,6 +188,11 @@ class Saves:
             del self._waiting[number]
             self._node.counts["save_source_gone"] += 1
 
+    def forget_all(self) -> None:
+        """Nothing more is to be saved."""
+        self._node.counts["save_draining"] += len(self._waiting)
+        self._waiting.clear()
+
     def forget_tenant(self, tenant: str) -> None:
         """Nothing of a tenant is to be saved."""
         for wish in [w for w in self._waiting.values() if w.tenant == tenant]:
@@ -222,7 +232,7 @@ class Saves:
         worker = node.workers[wish.worker]
         if any(node.inventory.coming(name_of(key, Part.BODY)) for key in wish.keys):
             return False  # a point counts only after all bodies before it: wait for those
-        units = self._new(wish.keys, wish.points, worker)
+        units = self._new(wish.keys, wish.points, worker, wish.first)
         if not units:
             return True
         tier = self._tier(sum(unit.size_bytes for unit in units))

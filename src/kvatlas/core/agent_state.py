@@ -19,6 +19,7 @@ class State(msgspec.Struct, frozen=True):
     ledgers: dict[Tier, bytes]
     sealed: dict[Tier, list[bytes]]
     known: dict[Tier, list[tuple[bytes, str]]]
+    lost: list[bytes]
     operations: list[Operation]
     number: int
     wishes: list[Wish]
@@ -28,6 +29,7 @@ class State(msgspec.Struct, frozen=True):
     counts: list[tuple[str, int]]
     moved: list[tuple[Kind, Tier, int]]
     now: float
+    draining: bool = False
 
 
 def encoded(node: Node, saves: Saves, ends: Ends) -> bytes:
@@ -38,6 +40,7 @@ def encoded(node: Node, saves: Saves, ends: Ends) -> bytes:
             ledgers={tier: ledger.snapshot() for tier, ledger in inventory.ledgers.items()},
             sealed={tier: sorted(names) for tier, names in inventory.sealed.items()},
             known={tier: list(known.items()) for tier, known in inventory.known.items()},
+            lost=sorted(inventory.lost),
             operations=list(node.operations),
             number=node.operations.number,
             wishes=list(saves.wishes()),
@@ -47,6 +50,7 @@ def encoded(node: Node, saves: Saves, ends: Ends) -> bytes:
             counts=sorted(node.counts.items()),
             moved=sorted((kind, tier, size) for (kind, tier), size in node.moved.items()),
             now=node.now,
+            draining=node.draining,
         )
     )
 
@@ -66,6 +70,7 @@ def fill(node: Node, saves: Saves, ends: Ends, state: State) -> None:
         inventory.sealed[tier] = set(names)
     for tier, known in state.known.items():
         inventory.known[tier].update(known)
+    inventory.lost = set(state.lost)
     for operation in state.operations:
         alone = operation.alone
         node.begin(operation)
@@ -81,3 +86,4 @@ def fill(node: Node, saves: Saves, ends: Ends, state: State) -> None:
     for kind, tier, size_bytes in state.moved:
         node.moved[kind, tier] = size_bytes
     node.now = state.now
+    node.draining = state.draining

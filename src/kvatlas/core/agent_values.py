@@ -15,8 +15,10 @@ from kvatlas.core.events import Event
 from kvatlas.core.layout import Layout
 from kvatlas.core.policy.checkpoints import Spacing
 from kvatlas.core.records import Tier
-from kvatlas.core.units import Unit
+from kvatlas.core.units import Part, Unit
 from kvatlas.errors import ConfigError
+
+RELAYS_MAX = 8  # each is priced for every load
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -29,10 +31,14 @@ class Config(msgspec.Struct, frozen=True):
     the tier below. ``write_through``: tiers that get a copy of what was saved at once.
     ``spacing``: which of the points that an engine has are saved; None: all. ``reads`` and
     ``writes``: bytes per second of the ways from and to each tier, as measured at the start.
+    ``relays``: nodes that can read the store for this one and pass it on, and at how many bytes per
+    second: loads are split over them where that is sooner. ``load_least_s``: a load is given up
+    once it has taken as long as computing what it brings would, but not before this.
     """
 
     save_s: float = 30.0
     load_s: float = 10.0
+    load_least_s: float = 1.0
     copy_s: float = 60.0
     queue_s: float = 60.0
     grace_s: float = 30.0
@@ -50,18 +56,22 @@ class Config(msgspec.Struct, frozen=True):
     spacing: Spacing | None = None
     reads: dict[Tier, float] = {}
     writes: dict[Tier, float] = {}
+    relays: dict[str, float] = {}
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values that cannot work."""
-        times = (self.save_s, self.load_s, self.copy_s, self.queue_s, self.grace_s)
+        loads = self.load_s, self.load_least_s
+        times = (*loads, self.save_s, self.copy_s, self.queue_s, self.grace_s)
         counts = (self.saves_max, self.copies_max, self.loads_max, self.queue_max)
         if not all(math.isfinite(t) and t > 0 for t in times):
             raise ConfigError(f"agent: times must be seconds above zero, not {times}")
         if min(*counts, self.units_max, self.known_max) < 1 or self.promote_after < 0:
             raise ConfigError("agent: limits must be at least 1, promote_after at least 0")
-        rates = (*self.reads.values(), *self.writes.values())
+        rates = (*self.reads.values(), *self.writes.values(), *self.relays.values())
         if not all(math.isfinite(rate) and rate > 0 for rate in rates):
-            raise ConfigError("agent: reads and writes are bytes per second, above zero")
+            raise ConfigError("agent: reads, writes and relays are bytes per second, above zero")
+        if "" in self.relays or len(self.relays) > RELAYS_MAX:
+            raise ConfigError(f"agent: relays are nodes by name, {RELAYS_MAX} at most")
         if not 0 <= self.hit_share <= 1:
             raise ConfigError(f"agent: hit_share is {self.hit_share}: a share is in 0…1")
 
@@ -72,7 +82,7 @@ class Config(msgspec.Struct, frozen=True):
 class Attach(msgspec.Struct, frozen=True, tag=True):
     """An engine of this node. Again: it started anew, and what was under way for it is over.
 
-    ``minimal``: its points are the minimal ones. ``prefill_tokens_per_s`` until measured.
+    ``minimal``: its points are the minimal ones. ``prefill_tokens_per_s``: as told, not measured.
     """
 
     worker: str
@@ -93,7 +103,9 @@ class Filled(msgspec.Struct, frozen=True, tag=True):
     start on; ``points``: counts of blocks at which it holds all windows now.
 
     ``resumed_tokens``: where the request began, by a hit or a load; ``prompt_tokens`` and
-    ``output_tokens`` (so far): what a spacing of points goes by.
+    ``output_tokens`` (so far): what a spacing of points goes by. ``first``: the blocks before it
+    cannot be copied from there (any more). ``ahead``: bodies after the last point are saved too,
+    because a point after them may follow.
     """
 
     worker: str
@@ -104,6 +116,8 @@ class Filled(msgspec.Struct, frozen=True, tag=True):
     resumed_tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    first: int = 0
+    ahead: bool = False
 
 
 class Evicted(msgspec.Struct, frozen=True, tag=True):
@@ -136,6 +150,19 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     tokens: int
 
 
+class Take(msgspec.Struct, frozen=True, tag=True):
+    """Load the bodies, or the points, of the blocks ``first``… of ``keys``, each for itself: this
+    engine can do with fewer than it asked for. Answered by `Ready` of no tokens, always."""
+
+    worker: str
+    request: str
+    keys: tuple[bytes, ...]
+    first: int
+    part: Part
+    deadline_s: float
+    tenant: str = ""
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Nobody waits for this request's load any more. `Ready` still comes, once nothing writes."""
 
@@ -146,14 +173,16 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 class Done(msgspec.Struct, frozen=True, tag=True):
     """An operation is over and touches nothing any more.
 
-    ``failed`` names units that did not arrive, ``damaged`` those whose source was found wrong.
-    ``error``: none arrived, and why.
+    ``failed`` names units that their source did not give, ``damaged`` those found wrong there, and
+    ``refused`` those that were not taken where they were to go, or had no room there: their source
+    is as good as before. ``error``: none arrived, and why.
     """
 
     op: int
     failed: tuple[bytes, ...] = ()
     damaged: tuple[bytes, ...] = ()
     error: str = ""
+    refused: tuple[bytes, ...] = ()
 
 
 class Damaged(msgspec.Struct, frozen=True, tag=True):
@@ -191,21 +220,32 @@ class Lose(msgspec.Struct, frozen=True, tag=True):
     node: str = ""
 
 
+class Rest(msgspec.Struct, frozen=True, tag=True):
+    """A shared tier does not answer: nothing is offered from it or written to it while it
+    ``rests``. What is known of it stays."""
+
+    tier: Tier
+    rests: bool
+
+
 class Pull(msgspec.Struct, frozen=True, tag=True):
-    """Bring a prompt up to dram before it is asked for."""
+    """Bring a prompt up to dram before it is asked for. ``owner``: for whom, see `Release`."""
 
     worker: str
     keys: tuple[bytes, ...]
     tenant: str = ""
+    owner: str = ""
 
 
 class Push(msgspec.Struct, frozen=True, tag=True):
-    """Write what this node holds of a prompt to a shared tier, before somebody asks there."""
+    """Write what this node holds of a prompt to a tier below or shared, before somebody asks there.
+    ``owner``: for whom, see `Release`."""
 
     worker: str
     keys: tuple[bytes, ...]
     tier: Tier = Tier.OBJECT
     tenant: str = ""
+    owner: str = ""
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True):
@@ -226,7 +266,8 @@ class Lend(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """End of `Keep` and of `Lend`."""
+    """End of `Keep` and of `Lend`. What is under way of `Pull` and `Push` is given up: nothing of
+    it is kept that has not arrived."""
 
     owner: str
 
@@ -245,14 +286,15 @@ class Resize(msgspec.Struct, frozen=True, tag=True):
     capacity_bytes: int
 
 
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """The node is going to end: nothing more is saved, and what only dram has is copied to disk,
+    whether that pays or not. See `Agent.drained`."""
+
+
 class Forget(msgspec.Struct, frozen=True, tag=True):
     """Delete all of a tenant."""
 
     tenant: str
-
-
-class Resync(msgspec.Struct, frozen=True, tag=True):
-    """Whoever listens to the announcements lost track: say all again."""
 
 
 Input = (
@@ -261,12 +303,14 @@ Input = (
     | Filled
     | Evicted
     | Fetch
+    | Take
     | Cancel
     | Done
     | Damaged
     | Found
     | Told
     | Lose
+    | Rest
     | Pull
     | Push
     | Keep
@@ -274,15 +318,15 @@ Input = (
     | Release
     | Quota
     | Resize
+    | Drain
     | Forget
-    | Resync
 )
 
 # -- answers and effects ----------------------------------------------------------------------
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Units that come from one tier (of the peer ``node``)."""
+    """Units that come from one tier: of the peer ``node``, or of the store through that relay."""
 
     tier: Tier
     units: tuple[Unit, ...]
@@ -329,7 +373,8 @@ class Save(msgspec.Struct, frozen=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Copy units into an engine, so that the request can go on at ``end`` instead of ``start``."""
+    """Copy units into an engine, so that the request can go on at ``end`` instead of ``start``;
+    for a `Take` both are 0."""
 
     op: int
     worker: str

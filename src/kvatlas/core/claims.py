@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvatlas.core.events import BlockRemoved, BlockStored
-from kvatlas.core.keys import Keyring, Scope
+from kvatlas.core.keys import Keyring, tenant_scope
 from kvatlas.core.layout import Group
 from kvatlas.core.native import NameTable
 from kvatlas.core.records import Tier
@@ -52,8 +52,7 @@ class Applied(msgspec.Struct):
 
     def add(self, other: Applied) -> None:
         """Sum field by field."""
-        for name in self.__struct_fields__:
-            count = getattr(other, name)
+        for name, count in zip(self.__struct_fields__, msgspec.structs.astuple(other), strict=True):
             if count:
                 setattr(self, name, getattr(self, name) + count)
 
@@ -209,7 +208,7 @@ class Claims:
 
     def _parent_key(self, event: BlockStored) -> bytes | None:
         if event.parent is None:
-            scope = Scope("tenant", event.salt) if event.salt else Scope()
+            scope = tenant_scope(event.salt)
             return self._keyring.root(self._pool.fingerprint, scope, event.adapter)
         return self._names.get(event.parent) or self._recent.get(event.parent)
 
@@ -233,25 +232,26 @@ class Claims:
 
     def _named(self, event: BlockStored, keys: Sequence[bytes], applied: Applied) -> None:
         """Grid blocks got their names: settle what waited for them."""
-        named = [pair for pair in zip(event.hashes, keys, strict=True) if pair[1]]
-        for lane in range(len(self._pool.lanes)) if self._pending else ():
-            for engine_hash, _ in named:
-                for tier in _TIERS_OF[self._pending.pop((lane, engine_hash), 0)]:
+        pending = self._pending
+        for lane in range(len(self._pool.lanes)) if pending else ():
+            for engine_hash, key in zip(event.hashes, keys, strict=True):
+                for tier in _TIERS_OF[pending.pop((lane, engine_hash), 0)] if key else ():
                     self._claim(lane, tier, engine_hash, applied)
         for lane, windows in self._beside:
             waiting = windows.before
-            for engine_hash, key in named if waiting else ():
-                if engine_hash in waiting:
-                    self._assemble(lane, windows, engine_hash, key, applied)
+            if waiting and not waiting.keys().isdisjoint(event.hashes):
+                for engine_hash, key in zip(event.hashes, keys, strict=True):
+                    if key and engine_hash in waiting:
+                        self._assemble(lane, windows, engine_hash, key, applied)
 
     def _stored_window(self, lane: int, event: BlockStored, applied: Applied) -> None:
-        blocks = (event.range_tokens or len(event.tokens) // 4) // event.block_tokens
-        contiguous = 0 < blocks == len(event.hashes)
-        wanted = self._pool.lanes[lane].group.window_blocks() or 0
         self._follows.pop(lane, None)
         if not event.hashes:
             self._report = self._report and event.parent is not None
             return
+        blocks = (event.range_tokens or len(event.tokens) // 4) // event.block_tokens
+        contiguous = 0 < blocks == len(event.hashes)
+        wanted = self._pool.lanes[lane].group.window_blocks() or 0
         windows = self._windows.get(lane)
         report = contiguous and event.parent is None and self._report
         report = report and self._held(lane, event, wanted) and self._resumed(event)

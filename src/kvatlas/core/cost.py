@@ -20,10 +20,16 @@ _BELIEVED = 3.0  # times the usual error
 # Priors for a first load from each tier, bytes/s; replaced by what is measured.
 PRIOR_BYTES_PER_S = {Tier.DRAM: 20e9, Tier.DISK: 3e9, Tier.OBJECT: 2e9, Tier.PEER: 5e9}
 PRIOR_LATENCY_S = 0.005
-_POOL_KNOWN = 24  # observations of a pool before an engine is compared with it: half of the prior
-_FACTOR_PRIOR_S = 2.0  # seconds of agreement with the pool that an engine starts with
-_FACTOR_MAX = 8.0  # engines further apart than this do not belong in one pool
+_POOL_KNOWN = 24  # observations of a pool before an engine is compared with it
+_DOUBT = 1.5  # times the error that its own estimates would have to fall short of the pool's
 _PRIOR_CROWD_S = 0.004  # decode slowed by one more request in flight, over one answer
+_PRIOR_BESIDE_S = 0.0001  # prefill slowed by one more request that decodes beside it
+
+_KEPT = 0.98  # of what `Parts` knows, with each observation
+_SIGNAL = 0.2  # weight of one error in what is usual, and in the side to which errors lean
+_USUAL = (0.02, 0.3)  # relative error: never thought smaller, and before anything is known
+_STAY = 0.03  # observations that speak for what was known before, part by part
+_FALL = 0.3  # no rate falls below so much of itself at once: none ends at zero
 
 
 class Line:
@@ -79,12 +85,98 @@ class Line:
         return math.sqrt(self._error2)
 
 
+#: One request's prefill: once, operations with weights, those of attention, and the requests that
+#: decode in the step that it has to wait for.
+Work = tuple[float, float, float, float]
+
+
+class Parts:
+    """Seconds as a sum of parts, so much work each, at rates that follow what is measured.
+
+    Least squares in shares of what was predicted: short requests count as much as long ones. What
+    is old fades, and the faster the more the errors lean to one side (the tracking signal of Trigg
+    and Leach, 1967): a change is believed after a few observations, a hiccup is not.
+    """
+
+    def __init__(self, rates: Work) -> None:
+        """``rates``: seconds per unit of each kind of work, the prior; all above zero."""
+        self._prior = rates
+        self._factors: tuple[float, ...] = (1.0,) * len(rates)
+        self._rates = rates
+        self._squares = ((0.0,) * len(rates),) * len(rates)
+        self._sums = (0.0,) * len(rates)
+        self._lean = 0.0
+        self.usual = _USUAL[1]  # relative error
+        self.count = 0
+
+    def copy(self) -> Parts:
+        """What is known, as the prior of one who has seen nothing yet."""
+        copy = Parts(self._rates)
+        copy.usual = self.usual
+        return copy
+
+    def at(self, work: Work) -> float:
+        """The estimate in seconds."""
+        once, linear, attention, beside = self._rates
+        return once * work[0] + linear * work[1] + attention * work[2] + beside * work[3]
+
+    def observe(self, work: Work, seconds: float) -> None:
+        """Learn from one measurement; what is not a finite number above 0 is ignored."""
+        expected = self.at(work)
+        if not (math.isfinite(seconds) and seconds > 0 and expected > 0):
+            return
+        # A hiccup of the machine must not bend the rates; the longer predictions are wrong, the
+        # more of an error is believed.
+        believed = _BELIEVED * self.usual
+        error = min(believed, max(-believed, math.log(seconds / expected)))
+        self._lean += _SIGNAL * (error - self._lean)
+        self.usual = max(_USUAL[0], self.usual + _SIGNAL * (abs(error) - self.usual))
+        kept = _KEPT * (1 - 0.5 * min(1.0, self._lean / self.usual) ** 2)
+        shares = [rate * units / expected for rate, units in zip(self._prior, work, strict=True)]
+        ratio = math.exp(error)
+        self._squares = tuple(
+            tuple([kept * old + share * other for old, other in zip(row, shares, strict=True)])
+            for row, share in zip(self._squares, shares, strict=True)
+        )
+        self._sums = tuple(
+            [kept * old + share * ratio for old, share in zip(self._sums, shares, strict=True)]
+        )
+        self.count += 1
+        # What nothing tells apart stays as it was.
+        rows, sums = [list(row) for row in self._squares], list(self._sums)
+        before = self._factors
+        for index, factor in enumerate(before):
+            rows[index][index] += _STAY / factor**2
+            sums[index] += _STAY / factor
+        found = _solved(rows, sums)
+        factors = tuple(max(new, _FALL * old) for new, old in zip(found, before, strict=True))
+        once, linear, attention, beside = (
+            rate * factor for rate, factor in zip(self._prior, factors, strict=True)
+        )
+        self._factors, self._rates = factors, (once, linear, attention, beside)
+
+
+def _solved(rows: list[list[float]], sums: list[float]) -> list[float]:
+    """x with rows · x = sums; ``rows`` are symmetric and positive definite, and are used up."""
+    for index, row in enumerate(rows):
+        for below in range(index + 1, len(rows)):
+            share = rows[below][index] / row[index]
+            rows[below] = [one - share * other for one, other in zip(rows[below], row, strict=True)]
+            sums[below] -= share * sums[index]
+    found = [0.0] * len(rows)
+    for index in range(len(rows) - 1, -1, -1):
+        known = sum(a * b for a, b in zip(rows[index], found, strict=True))
+        found[index] = (sums[index] - known) / rows[index][index]
+    return found
+
+
 class Price(msgspec.Struct, frozen=True):
     """One plan in seconds. ``ttft_s`` is what the request will see; ``total_s`` decides.
 
-    ``crowd_s``: what the requests in flight there will slow this one down by while it decodes.
-    ``charge_s``: engine time taken from everybody else, at the router's rate of exchange. Without
-    it a burst on one new prefix would be computed on every idle engine at once.
+    ``hand_off_s``: until the second half of a pair has the state; 0 where one engine does it all;
+    ``crowd_s``: what the requests in flight there will slow this one down by while it decodes;
+    ``charge_s``: engine time taken from everybody else; both at the router's rates of exchange.
+    Without the charge a burst on one new prefix would be computed on every idle engine at once.
     """
 
     wait_s: float
@@ -92,6 +184,7 @@ class Price(msgspec.Struct, frozen=True):
     recompute_s: float
     crowd_s: float
     charge_s: float
+    hand_off_s: float = 0.0
 
     @property
     def service_s(self) -> float:
@@ -101,7 +194,7 @@ class Price(msgspec.Struct, frozen=True):
     @property
     def ttft_s(self) -> float:
         """Predicted time to first token."""
-        return self.wait_s + self.load_s + self.recompute_s
+        return self.wait_s + self.load_s + self.recompute_s + self.hand_off_s
 
     @property
     def total_s(self) -> float:
@@ -112,25 +205,37 @@ class Price(msgspec.Struct, frozen=True):
 class PoolCost:
     """What time is worth on engines of one fingerprint, as measured over all of them."""
 
-    def __init__(self, layout: Layout, prefill_tokens_per_s: float) -> None:
-        """``prefill_tokens_per_s`` is the prior, until the first few answers."""
+    def __init__(
+        self, layout: Layout, prefill_tokens_per_s: float, prefill_flops_per_s: float = 0.0
+    ) -> None:
+        """The prior, until the first few answers: ``prefill_flops_per_s`` where it is above 0 and
+        the model's operations are known, else ``prefill_tokens_per_s``."""
         self._compute = layout.compute or Compute(linear=1.0, attention=0.0)
-        self._asked, self._operations = (0, 0), 0.0
+        self._asked, self._work = (0, 0), (1.0, 0.0, 0.0)
         self._layout = layout
         self.grid_tokens = layout.grid_tokens
-        unit = self._compute.prefill_flops(0, 2048)
-        self.prefill = Line(PRIOR_LATENCY_S, 2048 / prefill_tokens_per_s / unit, unit)
+        if prefill_flops_per_s and layout.compute is not None:
+            rate = 1 / prefill_flops_per_s
+        else:
+            rate = 2048 / prefill_tokens_per_s / self._compute.prefill_flops(0, 2048)
+        self.prefill = Parts((PRIOR_LATENCY_S, rate, rate, _PRIOR_BESIDE_S))
         self.crowd = Line(0.0, _PRIOR_CROWD_S, 8.0)
         self.loads = {
             tier: Line(PRIOR_LATENCY_S, 1 / rate, 100e6) for tier, rate in PRIOR_BYTES_PER_S.items()
         }
 
-    def prefill_flops(self, start: int, end: int) -> float:
-        """Operations to compute tokens start…end-1 (tokens, where the model is not known)."""
+    def work(self, start: int, end: int, beside: int = 0) -> Work:
+        """Of computing tokens start…end-1 behind a step in which ``beside`` requests decode:
+        operations, or tokens where the model is not known."""
         if (start, end) != self._asked:  # one prompt after another, each for many engines
-            self._asked = start, end
-            self._operations = self._compute.prefill_flops(start, end)
-        return self._operations
+            linear = self._compute.linear * (end - start)
+            attention = self._compute.prefill_flops(start, end) - linear
+            self._asked, self._work = (start, end), (1.0, linear, max(0.0, attention))
+        return (*self._work, float(beside))
+
+    def recompute_s(self, start: int, end: int, beside: int = 0) -> float:
+        """As `EngineCost.recompute_s`, on an engine like all."""
+        return self.prefill.at(self.work(start, end, beside))
 
     def load_bytes(self, tokens: int) -> int:
         """Bytes that a resume moves when ``tokens`` of it lie below hbm."""
@@ -138,27 +243,27 @@ class PoolCost:
 
 
 class EngineCost:
-    """One engine among its equals: the pool's estimates times how much slower it proved to be.
+    """One engine among its equals: the pool's estimates until it proves to be different.
 
-    The factor is drawn toward 1 by a prior of `_FACTOR_PRIOR_S`: otherwise one unlucky
-    measurement would keep requests, and so better measurements, away for good. And it stays 1 until
-    the pool itself is known: beside a prior that is too slow, whoever is measured first would
-    look fast, and get everything.
+    Until the pool itself is known nobody is: beside a prior that is too slow, whoever is measured
+    first would look fast, and get everything.
     """
 
     def __init__(self, pool: PoolCost) -> None:
         self.pool = pool
         self.grid_tokens = pool.grid_tokens
-        self._measured_s = self._predicted_s = _FACTOR_PRIOR_S
+        self._own: Parts | None = None
+        self._usual = _USUAL[1]  # relative error, were it taken for one like all
+        self._apart = 0.0  # from 0, like all, to 1, known by its own measurements
 
-    @property
-    def factor(self) -> float:
-        """Seconds here per second on the pool's average engine."""
-        return min(_FACTOR_MAX, max(1 / _FACTOR_MAX, self._measured_s / self._predicted_s))
-
-    def recompute_s(self, start: int, end: int) -> float:
-        """Seconds to prefill tokens start…end-1, attention included."""
-        return self.pool.prefill.at(self.pool.prefill_flops(start, end)) * self.factor
+    def recompute_s(self, start: int, end: int, beside: int = 0) -> float:
+        """Seconds to prefill tokens start…end-1, attention included, behind a step in which
+        ``beside`` requests decode."""
+        work = self.pool.work(start, end, beside)
+        usual_s = self.pool.prefill.at(work)
+        if self._own is None:
+            return usual_s
+        return usual_s + self._apart * (self._own.at(work) - usual_s)
 
     def load_s(self, tier_tokens: tuple[int, ...]) -> float:
         """Seconds to load what a resume takes from below hbm; ``tier_tokens`` as in `Resume`."""
@@ -168,17 +273,25 @@ class EngineCost:
                 total += self.pool.loads[Tier(tier)].at(self.pool.load_bytes(tokens))
         return total
 
-    def observe_prefill(self, start: int, end: int, seconds: float) -> None:
-        """One request's own service time: first token minus when the engine could begin it."""
-        flops = self.pool.prefill_flops(start, end)
-        predicted = self.pool.prefill.at(flops)
-        known = self.pool.prefill.count >= _POOL_KNOWN
-        if known and math.isfinite(seconds) and seconds >= 0:
-            prior = (1 - _DECAY) * _FACTOR_PRIOR_S
-            believed_s = min(seconds, _FACTOR_MAX * predicted)
-            self._measured_s = _DECAY * self._measured_s + believed_s + prior
-            self._predicted_s = _DECAY * self._predicted_s + predicted + prior
-        self.pool.prefill.observe(flops, seconds)
+    def observe_prefill(self, work: Work, seconds: float) -> None:
+        """What was computed, and its own service time: first token minus when the engine could
+        begin it."""
+        if self.pool.prefill.count >= _POOL_KNOWN:
+            self._compare(work, seconds)
+        self.pool.prefill.observe(work, seconds)
+
+    def _compare(self, work: Work, seconds: float) -> None:
+        """Equal engines differ by chance, and that is no reason to prefer one: an engine is apart
+        as far as its own estimates prove better than those of all."""
+        own = self._own
+        if own is None:
+            own = self._own = self.pool.prefill.copy()
+            self._usual = own.usual
+        if math.isfinite(seconds) and seconds > 0:
+            error = abs(math.log(seconds / self.pool.prefill.at(work)))
+            self._usual = max(_USUAL[0], self._usual + _SIGNAL * (min(1.0, error) - self._usual))
+        own.observe(work, seconds)
+        self._apart = max(0.0, 1 - _DOUBT * (own.usual / self._usual) ** 2)
 
     def observe_load(self, tier: Tier, tokens: int, seconds: float) -> None:
         """One request whose resume came from ``tier`` and took ``seconds`` beyond its prefill."""

@@ -35,6 +35,7 @@ from kvatlas.core.shelves import Shelves
 
 _SWEEP_PER_APPLY = 2_000
 _RETIRED_MAX = 16  # lives that wait to be swept, beyond one per publisher: all may restart at once
+_INTERPRETERS = 256  # it shares such integers by itself
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -296,8 +297,10 @@ class Directory:
             mask = get(key, 0)
             if mask & bit:
                 held.append(place)
-            else:
+            elif mask | bit > _INTERPRETERS:
                 self._store(book, key, mask | bit)
+            else:
+                book[key] = mask | bit
         new = count - len(held)
         slot.holders += new
         slot.counts[lane][Tier.HBM] += new
@@ -323,15 +326,17 @@ class Directory:
     def holds(self, slot: _Slot, key: bytes) -> bool:
         """Does the publisher hold ``key`` in any lane and tier?"""
         bit = slot.bit
+        below = slot.pool.lower & bit  # else it never announced anything there
         for tiers in self._books[: len(slot.pool.lanes)]:
-            for book in tiers:
-                if book and book.get(key, 0) & bit:
-                    return True
+            if tiers[Tier.HBM].get(key, 0) & bit:
+                return True
+            if below and any(book.get(key, 0) & bit for book in tiers):
+                return True
         return False
 
     def _store(self, book: KeyTable, key: bytes, mask: int) -> None:
         if mask:
-            if mask > 256:  # the interpreter shares smaller ones by itself
+            if mask > _INTERPRETERS:
                 masks = self._masks
                 if len(masks) > 65_536:
                     masks.clear()
@@ -358,6 +363,12 @@ class Directory:
             alive = {p for p, s in slots if s.pool is pool and s.bit & pool.alive}
             resumes = self.shelves.extended(pool, keys, resumes, alive)
         return resumes
+
+    def lends(self, agent: Publisher, keys: Sequence[bytes], fingerprint: bytes) -> int:
+        """Blocks of a prompt up to the deepest position at which it could be resumed from this
+        agent's dram alone, which its peers can read; 0 for an agent that is not known."""
+        pool = self._pools.get(fingerprint)
+        return self.shelves.lends(pool, keys, agent) if pool is not None else 0
 
     def positions(self, publisher: Publisher, keys: Sequence[bytes]) -> Positions | None:
         """Every position at which one publisher could resume this prompt, and what stops it

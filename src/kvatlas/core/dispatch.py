@@ -7,15 +7,19 @@ given to `handle` of a fresh dispatcher make the same decisions again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import msgspec
 
+from kvatlas.core import admission
+from kvatlas.core.admission import Rules
 from kvatlas.core.claims import Applied
 from kvatlas.core.directory import Directory
 from kvatlas.core.events import Event
 from kvatlas.core.keys import PUBLIC, Keyring, Scope
 from kvatlas.core.layout import Layout
+from kvatlas.core.load_ways import StoreWay
 from kvatlas.core.promises import HitGap, PredictionError
 from kvatlas.core.records import Publisher, Resume
 from kvatlas.core.router import Ask, Decision, Plan, Router
@@ -37,11 +41,13 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 class Settle(msgspec.Struct, frozen=True, tag=True):
     """The agent of a node carries its engines further from now on; an agent that was known loses
-    what it had said. ``store`` names the object tier that it can read, "" for none."""
+    what it had said. ``store`` names the object tier that it can read, "" for none; ``ways``: over
+    whose cards, where there are several, its own among them."""
 
     agent: Publisher
     engines: tuple[Publisher, ...]
     store: str = ""
+    ways: tuple[StoreWay, ...] = ()
 
 
 class Unsettle(msgspec.Struct, frozen=True, tag=True):
@@ -95,6 +101,8 @@ class Question(msgspec.Struct, frozen=True, tag=True):
 
     ``tokens`` are uint32 ids, little endian; ``unkeyed`` says why there are none, and
     ``prompt_tokens`` then how many there would be (-1 where that is not known either).
+    ``ttft_slo_s``: within what time its client wants the first token; ``admitted``: it is part of
+    a request that was let in already.
     """
 
     id: str
@@ -103,6 +111,8 @@ class Question(msgspec.Struct, frozen=True, tag=True):
     scope: Scope = PUBLIC
     unkeyed: str = ""
     prompt_tokens: int = -1
+    ttft_slo_s: float = math.inf
+    admitted: bool = False
 
 
 class Again(msgspec.Struct, frozen=True, tag=True):
@@ -119,9 +129,10 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
-    """The answer began."""
+    """The answer began; ``ttft_s`` after its request came, -1 where the answer does not show it."""
 
     id: str
+    ttft_s: float = -1.0
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -162,6 +173,8 @@ class _Pending(msgspec.Struct):
     among: tuple[tuple[Publisher, str], ...]
     plans: dict[Publisher, Plan]
     promised: dict[Publisher, int]  # by events alone, where less was counted
+    sent_to: Publisher | None = None
+    timed: bool = False
 
 
 class Dispatcher:
@@ -173,18 +186,25 @@ class Dispatcher:
         router: Router,
         keyring: Keyring,
         *,
+        rules: Rules | None = None,
         tap: Tap | None = None,
     ) -> None:
         self.directory = directory
         self.router = router
+        self._rules = rules or Rules()
         self._keyring = keyring
-        self._tap = tap
+        self._taps: list[Tap] = [] if tap is None else [tap]
         self._now = 0.0
         self._layouts: dict[Publisher, tuple[Layout, bytes]] = {}
         self._pending: dict[str, _Pending] = {}
         self.gaps: dict[Publisher, HitGap] = {}
         self.errors: dict[Publisher, PredictionError] = {}
+        self._error = PredictionError()  # of all engines: for one that is new
         self.decisions = 0
+
+    def listen(self, tap: Tap) -> None:
+        """One more ``tap``."""
+        self._taps.append(tap)
 
     def handle(self, event: Input, now: float) -> Decision | None:
         """Take one input in; `Question` and `Again` are answered, everything else is noted."""
@@ -208,7 +228,7 @@ class Dispatcher:
             case Sent():
                 self._sent(event)
             case FirstToken():
-                self.router.first_token(event.id, now)
+                self._first_token(event)
             case Finished():
                 self._finished(event)
             case SetUp():
@@ -219,25 +239,28 @@ class Dispatcher:
                 self._join(event)
             case Leave():
                 self._leave(event.publisher)
-            case Settle(agent, engines, store):
+            case Settle(agent, engines, store, ways):
                 self.directory.settle(agent, engines, store)
+                self.router.ways.settle(agent, engines, ways)
             case Unsettle(agent):
                 self.directory.shelves.remove(agent)
+                self.router.ways.remove(agent)
             case Sweep():
                 self.directory.sweep(event.budget)
         self._note(event, answer)
         return answer
 
     def _note(self, event: Input, answer: Decision | None = None) -> None:
-        if self._tap is not None:
-            self._tap(self._now, event, answer)
+        for tap in self._taps:
+            tap(self._now, event, answer)
 
     # -- the feed's side ------------------------------------------------------------------------
 
     def apply(self, publisher: Publisher, events: Iterable[Event]) -> Applied:
         """As `Directory.apply`."""
         events = tuple(events)
-        self._note(Apply(publisher, events))
+        if self._taps:
+            self._note(Apply(publisher, events))
         return self.directory.apply(publisher, events)
 
     def reset(self, publisher: Publisher) -> None:
@@ -288,10 +311,23 @@ class Dispatcher:
             ask = msgspec.structs.replace(ask, id=self._free_id(ask.id))
         among = [publisher for publisher, _ in event.among]
         decision = self.router.peek(ask, self._now, among=among)
+        if not event.admitted:
+            slo_s, in_flight = event.ttft_slo_s, len(self._pending)
+            decision = admission.admitted(decision, slo_s, in_flight, self._rules, self._lateness)
+            if decision.refusal is not None:
+                return decision
         plans = {plan.publisher: plan for plan in decision.plans}
         self._pending[ask.id] = _Pending(ask, event.among, plans, promised)
         self.decisions += 1
         return decision
+
+    def in_time_first(self, decision: Decision) -> Decision:
+        """A decision whose plans have other prices now: those that make its objective first."""
+        return admission.in_time_first(decision, self._lateness)
+
+    def _lateness(self, publisher: Publisher) -> float | None:
+        own = self.errors[publisher].lateness()
+        return self._error.lateness() if own is None else own
 
     def _decide_again(self, id: str) -> Decision | None:
         pending = self._pending.get(id)
@@ -358,7 +394,26 @@ class Dispatcher:
     def _sent(self, event: Sent) -> None:
         pending = self._pending.get(event.id)
         if pending is not None and event.publisher in pending.plans:
+            pending.sent_to = event.publisher
             self.router.begin(pending.ask, pending.plans[event.publisher], self._now)
+
+    def _first_token(self, event: FirstToken) -> None:
+        self.router.first_token(event.id, self._now)
+        pending = self._pending.get(event.id)
+        if pending is not None and pending.sent_to is not None:
+            self._timed(pending, pending.sent_to, event.ttft_s)
+
+    def _timed(self, pending: _Pending, publisher: Publisher, ttft_s: float) -> None:
+        """Learn what the prediction was worth, as soon as it is known: the last token may come
+        minutes later."""
+        plan = pending.plans.get(publisher)
+        if pending.timed or ttft_s < 0 or pending.ask.unkeyed or plan is None:
+            return
+        if publisher in self.errors:
+            pending.timed = True
+            others = (p.price.ttft_s for p in pending.plans.values() if p is not plan)
+            self.errors[publisher].observe(plan.price.ttft_s, ttft_s, others)
+            self._error.observe(plan.price.ttft_s, ttft_s, ())
 
     def _finished(self, event: Finished) -> None:
         """Free the books and learn."""
@@ -374,8 +429,16 @@ class Dispatcher:
         if cached >= 0 and self.directory.holders_of(event.publisher):
             promised = pending.promised.get(event.publisher, plan.resume_tokens)
             self.gaps[event.publisher].observe(promised, cached, plan.expected_tokens)
-        if event.ttft_s >= 0:
-            self.errors[event.publisher].observe(plan.price.ttft_s, event.ttft_s)
+        self._timed(pending, event.publisher, event.ttft_s)
+
+    def asked(self, id: str) -> Ask | None:
+        """What a pending request was routed by."""
+        pending = self._pending.get(id)
+        return pending.ask if pending is not None else None
+
+    def facts(self, publisher: Publisher) -> tuple[Layout, bytes] | None:
+        """Layout and fingerprint of an engine that joined."""
+        return self._layouts.get(publisher)
 
     def plan(self, id: str, publisher: Publisher) -> Plan | None:
         """The plan by which a pending request would be sent to ``publisher``."""

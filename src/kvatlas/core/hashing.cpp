@@ -10,6 +10,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "view.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -124,29 +126,13 @@ void step(const uint8_t *, uint8_t *, const uint8_t *, size_t) {}
 
 #endif
 
-// The bytes of any object with the buffer protocol, as they are.
-class View {
-  public:
-    explicit View(nb::handle object) {
-        if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE)) throw nb::python_error();
-    }
-    View(const View &) = delete;
-    ~View() { PyBuffer_Release(&buffer_); }
-
-    const uint8_t *data() const { return static_cast<const uint8_t *>(buffer_.buf); }
-    Py_ssize_t size() const { return buffer_.len; }
-
-  private:
-    Py_buffer buffer_;
-};
-
 nb::list chain(const nb::bytes &secret, const nb::bytes &parent, nb::handle tokens,
                Py_ssize_t block_bytes) {
     if (!accelerated()) throw std::runtime_error("this processor has no SHA instructions");
     if (secret.size() != SECRET || parent.size() != KEY || block_bytes < 1)
         throw nb::value_error("a secret of 32, a parent of 16 and blocks of > 0 bytes");
     const View view(tokens);
-    const Py_ssize_t count = view.size() / block_bytes;
+    const Py_ssize_t count = static_cast<Py_ssize_t>(view.size()) / block_bytes;
     nb::list keys = nb::steal<nb::list>(PyList_New(count));
     if (!keys) throw nb::python_error();
     uint8_t key[KEY];

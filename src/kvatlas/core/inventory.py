@@ -7,8 +7,8 @@ it is *sealed*: its resume record, committed last, says that all that it needs w
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvatlas.core.agent_values import Source
 from kvatlas.core.events import Event, UnitsGone, UnitsHeld
@@ -31,6 +31,11 @@ def unit_of(entry: Entry) -> Unit:
     """That unit."""
     name = name_in(entry)
     return Unit(name[:-1], Part(name[-1]), entry.facts.index, entry.facts.size_bytes)
+
+
+def sources_of(found: Mapping[Place, Sequence[Unit]]) -> tuple[Source, ...]:
+    """Units by where they are, as what to load."""
+    return tuple(Source(tier, tuple(units), node) for (tier, node), units in found.items())
 
 
 class Reach:
@@ -71,26 +76,28 @@ class Reach:
     def sources(self, position: int) -> tuple[Source, ...]:
         """All that has to be loaded to resume at ``position``, by place."""
         found: dict[Place, list[Unit]] = {}
-        for offset in range(position - self._start):
-            unit = self._sizes.body(self._keys, self._start + offset)
-            found.setdefault(self.bodies[offset], []).append(unit)
+        size_bytes = self._sizes.body_bytes
+        for index in range(self._start, position):
+            unit = Unit(self._keys[index], Part.BODY, index, size_bytes)
+            found.setdefault(self.bodies[index - self._start], []).append(unit)
         if self._sizes.has_points:
             unit = self._sizes.point(self._keys, position - 1)
             found.setdefault(self.points[position], []).append(unit)
-        return tuple(Source(t, tuple(units), node) for (t, node), units in found.items())
+        return sources_of(found)
 
 
 class Inventory:
     """Books and knowledge of one node. `said` collects what the directory has to be told."""
 
-    def __init__(self, ledgers: dict[Tier, Ledger], known_max: int) -> None:
+    def __init__(self, ledgers: dict[Tier, Ledger], known_max: int, counts: Counter[str]) -> None:
         self.ledgers = ledgers
         self.sealed: dict[Tier, set[bytes]] = {tier: set() for tier in ledgers}  # names of points
         self.known: dict[Tier, OrderedDict[bytes, str]] = {
             tier: OrderedDict() for tier in (Tier.OBJECT, Tier.PEER)
         }
-        self.forgotten = 0  # knowledge given up for its limit
+        self.lost: set[bytes] = set()  # by the store, and still in an own tier when that was told
         self._known_max = known_max
+        self._counts = counts
         self._said: dict[tuple[Tier, bytes], bool] = {}
 
     # -- questions ------------------------------------------------------------------------------
@@ -129,19 +136,30 @@ class Inventory:
     ) -> Reach:
         """How far a prompt of which an engine has ``start`` blocks can be loaded."""
         reach = Reach(keys, start, sizes)
+        # As `place` says, for many bodies: 400 of them are asked for before a request goes on.
+        looks: list[tuple[Place, Callable[[bytes], Entry | str | None]]] = [
+            ((tier, ""), self.ledgers[tier].peek if tier in self.ledgers else self.known[tier].get)
+            for tier in order
+            if tier in self.ledgers or self.known.get(tier)
+        ]
         for key in keys[start:]:
-            place = self.place(name_of(key, Part.BODY), order)
-            if place is None:
+            name = name_of(key, Part.BODY)
+            for own, look in looks:
+                if (found := look(name)) is not None:
+                    reach.bodies.append((own[0], found) if isinstance(found, str) else own)
+                    break
+            else:
                 break
-            reach.bodies.append(place)
         first, end = start + 1, start + len(reach.bodies)
         if not sizes.has_points:
             reach.positions = list(range(first, end + 1))
         else:
-            for position in range(first, end + 1):
-                place = self.place(name_of(keys[position - 1], Part.POINT), order)
-                if place is not None:
-                    reach.points[position] = place
+            ends = {name_of(keys[at - 1], Part.POINT): at for at in range(first, end + 1)}
+            told = (*self.sealed.values(), *(known.keys() for known in self.known.values()))
+            few = {name for names in told for name in ends.keys() & names}
+            for name in sorted(few, key=ends.__getitem__):
+                if (place := self.place(name, order)) is not None:
+                    reach.points[ends[name]] = place
             reach.positions = list(reach.points)
         if not reach.positions:
             reach.why = "no resume point" if reach.bodies else "not held"
@@ -172,11 +190,13 @@ class Inventory:
         known = self.known[tier]
         known[name] = node
         known.move_to_end(name)
+        if tier is Tier.OBJECT:
+            self.lost.discard(name)
         if ours:
             self._said[tier, name] = True
         if len(known) > self._known_max:
             known.popitem(last=False)
-            self.forgotten += 1
+            self._counts["known_forgotten"] += 1
 
     def unknow(self, tier: Tier, name: bytes, node: str, *, ours: bool) -> None:
         """A shared tier (the peer ``node``) has it no more. ``ours``: we found that out."""
@@ -188,29 +208,44 @@ class Inventory:
     def lose(self, tier: Tier, node: str) -> None:
         """A shared tier is gone."""
         known = self.known[tier]
-        for name in [n for n, at in known.items() if at == node]:
+        names = [n for n, at in known.items() if at == node]
+        for name in names:
             self.unknow(tier, name, node, ours=True)
+        if tier is Tier.OBJECT:
+            self.lost = {n for n in self.lost.union(names) if self.place(n, OWN) is not None}
 
     def take_said(self) -> tuple[Event, ...]:
         """What the directory has to be told since the last call: first what is gone."""
         said, self._said = self._said, {}
-        events: list[Event] = []
-        for truth in (False, True):
-            by_tier: dict[Tier, tuple[list[bytes], list[bytes]]] = {}
-            for (tier, name), now in said.items():
-                if now is truth:
-                    by_tier.setdefault(tier, ([], []))[name[-1]].append(name[:-1])
-            for tier, (bodies, points) in by_tier.items():
-                kind = UnitsHeld if truth else UnitsGone
-                events.append(kind(tier, tuple(bodies), tuple(points)))
-        return tuple(events)
+        return _events(said)
 
-    def say_all(self) -> None:
-        """Everything that is held is to be told again."""
+    def all_said(self) -> tuple[Event, ...]:
+        """Everything that is held, in the same words."""
+        events = [UnitsHeld(Tier.OBJECT, *_by_part(self.known[Tier.OBJECT]))]
         for tier, ledger in self.ledgers.items():
-            for entry in ledger.entries():
-                name = name_in(entry)
-                if name[-1] == Part.BODY or name in self.sealed[tier]:
-                    self._said[tier, name] = True
-        for name in self.known[Tier.OBJECT]:
-            self._said[Tier.OBJECT, name] = True
+            sealed = self.sealed[tier]
+            names = map(name_in, ledger.entries())
+            can_be_read = (n for n in names if n[-1] == Part.BODY or n in sealed)
+            events.append(UnitsHeld(tier, *_by_part(can_be_read)))
+        return tuple(event for event in events if event.bodies or event.points)
+
+
+def _events(said: dict[tuple[Tier, bytes], bool]) -> tuple[Event, ...]:
+    """First what is gone, by tier and part."""
+    events: list[Event] = []
+    for truth in (False, True):
+        by_tier: dict[Tier, list[bytes]] = {}
+        for (tier, name), now in said.items():
+            if now is truth:
+                by_tier.setdefault(tier, []).append(name)
+        kind = UnitsHeld if truth else UnitsGone
+        events += [kind(tier, *_by_part(names)) for tier, names in by_tier.items()]
+    return tuple(events)
+
+
+def _by_part(names: Iterable[bytes]) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    """Block keys of bodies and of points."""
+    keys: tuple[list[bytes], list[bytes]] = ([], [])
+    for name in names:
+        keys[name[-1]].append(name[:-1])
+    return tuple(keys[Part.BODY]), tuple(keys[Part.POINT])

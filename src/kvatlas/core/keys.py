@@ -23,7 +23,8 @@ SECRET_BYTES = 32
 class Fingerprint(msgspec.Struct, frozen=True, omit_defaults=False):
     """All that must agree before KV bytes of one engine may be used by another (DESIGN §2).
 
-    ``weights_digest`` is any text that stands for the weights and their revision.
+    ``weights_digest`` is any text that stands for the weights and their revision; ``variant`` for
+    what else makes other bytes of them: overrides, a quantization on the way in, another dtype.
     `core.compat` says in words why two of them may not share.
     """
 
@@ -39,6 +40,7 @@ class Fingerprint(msgspec.Struct, frozen=True, omit_defaults=False):
     tensor_parallel: str = ""
     draft_mode: str = ""
     hash_algorithm: str = ""
+    variant: str = ""
 
     def canonical(self) -> Fingerprint:
         """Without what does not count: the model's name, where a digest of the weights decides."""
@@ -47,7 +49,7 @@ class Fingerprint(msgspec.Struct, frozen=True, omit_defaults=False):
     def digest(self) -> bytes:
         """32 bytes that change when any field that counts does; the same in every process."""
         fields = msgspec.json.encode(self.canonical())
-        return hashlib.sha256(b"kvatlas.fingerprint.2\0" + fields).digest()
+        return hashlib.sha256(b"kvatlas.fingerprint.3\0" + fields).digest()
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Names of the fields that differ, in declaration order: the reason of a refusal."""
@@ -62,6 +64,11 @@ class Scope(msgspec.Struct, frozen=True):
 
 
 PUBLIC = Scope()
+
+
+def tenant_scope(name: str) -> Scope:
+    """The scope of the tenant of that name (to an engine: the cache salt); "" is public."""
+    return Scope("tenant", name) if name else PUBLIC
 
 
 class Keyring:
@@ -80,6 +87,10 @@ class Keyring:
         return hmac.new(self._secret, b"root\0" + fingerprint + label, "sha256").digest()[
             :KEY_BYTES
         ]
+
+    def proof(self, message: bytes) -> bytes:
+        """32 bytes that only who has the secret can make of ``message``."""
+        return hmac.new(self._secret, b"proof\0" + message, "sha256").digest()
 
     def chain(
         self,

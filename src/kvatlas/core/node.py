@@ -8,8 +8,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvatlas.core.agent_values import Attach, Config, Copy, Drop, Effect, Kind, Seal, Source, Stop
-from kvatlas.core.cost import EngineCost
+from kvatlas.core.agent_values import (
+    Attach,
+    Config,
+    Copy,
+    Drop,
+    Effect,
+    Kind,
+    Rest,
+    Seal,
+    Source,
+    Stop,
+)
+from kvatlas.core.cost import EngineCost, PoolCost
 from kvatlas.core.inventory import Inventory, name_in, unit_of
 from kvatlas.core.ledger import Ledger
 from kvatlas.core.ledger_values import Entry, Refusal, Reservation, Why
@@ -24,11 +35,11 @@ from kvatlas.errors import LedgerError
 class Worker:
     """One engine of the node, or what was known of it."""
 
-    def __init__(self, attach: Attach, cost: EngineCost) -> None:
+    def __init__(self, attach: Attach) -> None:
         """Raises LayoutError where the layout does not say how large its blocks are."""
         self.attach = attach
         self.sizes = Sizes(attach.layout, minimal=attach.minimal)
-        self.cost = cost
+        self.cost = EngineCost(PoolCost(attach.layout, attach.prefill_tokens_per_s))
 
 
 class Node:
@@ -36,16 +47,17 @@ class Node:
 
     def __init__(self, config: Config, ledgers: dict[Tier, Ledger]) -> None:
         self.config = config
-        self.inventory = Inventory(ledgers, config.known_max)
+        self.counts: Counter[str] = Counter()
+        self.inventory = Inventory(ledgers, config.known_max, self.counts)
         self.operations = Operations(config.grace_s)
         self.paths = Paths(config)
         self.order = self.paths.order()
         self.workers: dict[str, Worker] = {}
-        self.counts: Counter[str] = Counter()
         self.moved: Counter[tuple[Kind, Tier]] = Counter()  # bytes that arrived, by path
         self.out: list[Effect] = []
         self.now = 0.0
         self.frees = 0  # times that room was given back
+        self.draining = False
 
     def ledger(self, tier: Tier) -> Ledger | None:
         """The books of an own tier; None where the node has no such tier."""
@@ -57,6 +69,27 @@ class Node:
         if worker is None:
             self.counts["unknown_worker"] += 1
         return worker
+
+    # -- shared tiers ---------------------------------------------------------------------------
+
+    def rest(self, event: Rest) -> None:
+        """A shared tier is left alone, or not any more."""
+        if event.tier not in self.inventory.known:
+            self.counts["unknown_tier"] += 1
+            return
+        (self.paths.resting.add if event.rests else self.paths.resting.discard)(event.tier)
+        self.order = self.paths.order()
+
+    def unknown(self, keys: Sequence[bytes], start: int, worker: Worker) -> list[tuple[Unit, ...]]:
+        """Units of a prompt from block ``start`` on that are in no tier, block by block."""
+        sizes, place = worker.sizes, self.inventory.place
+        blocks = []
+        for index in range(start, len(keys)):
+            units = [sizes.body(keys, index)]
+            if sizes.has_points:
+                units.append(sizes.point(keys, index))
+            blocks.append(tuple(u for u in units if place(u.name, self.order) is None))
+        return blocks
 
     # -- room -----------------------------------------------------------------------------------
 
@@ -152,6 +185,7 @@ class Node:
         rooms: dict[bytes, int],
         *,
         tenant: str,
+        owner: str = "",
         leases: list[tuple[Tier, int]] | None = None,
     ) -> None:
         """Start a copy between tiers."""
@@ -164,6 +198,7 @@ class Node:
             sources=(source,),
             target=target,
             tenant=tenant,
+            owner=owner,
             rooms=rooms,
             leases=leases or [],
         )
@@ -174,7 +209,7 @@ class Node:
         """Book an operation that is about to be asked for."""
         self.operations.open(operation)
         paths, target = self.paths, operation.target
-        operation.alone = not any(paths.reading[s.tier] for s in operation.sources)
+        operation.alone = not any(paths.reading[paths.way(s)] for s in operation.sources)
         operation.alone = operation.alone and (target is None or not paths.writing[target])
         self._queue(operation, 1)
 
@@ -211,7 +246,7 @@ class Node:
     def _queue(self, operation: Operation, sign: int) -> None:
         for source in operation.sources:
             if operation.kind is not Kind.SAVE:
-                self.paths.reading[source.tier] += sign * source.size_bytes
+                self.paths.reading[self.paths.way(source)] += sign * source.size_bytes
         if operation.target is not None:
             self.paths.writing[operation.target] += sign * operation.size_bytes
 

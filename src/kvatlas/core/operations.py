@@ -32,6 +32,7 @@ class Operation(msgspec.Struct):
     worker: str = ""
     request: str = ""
     tenant: str = ""
+    owner: str = ""  # who asked for it ahead of time
     keys: tuple[bytes, ...] = ()
     start: int = 0
     end: int = 0

@@ -6,41 +6,81 @@ what is on its way has to arrive first.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvatlas.core.agent_values import Ask, Config, Offer
+from kvatlas.core.agent_values import Ask, Config, Offer, Source
 from kvatlas.core.cost import PRIOR_BYTES_PER_S, PRIOR_LATENCY_S, EngineCost, Line
-from kvatlas.core.inventory import Reach
+from kvatlas.core.inventory import Place, Reach
+from kvatlas.core.load_ways import split
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Sizes
 
+_FASTEST_S = 1e-15  # per byte: a way that proved to be faster is as good
 _CHOICES_MAX = 64  # positions that are priced for one question, the deepest
 
 
 class Paths:
-    """Reads and writes of one node, by tier."""
+    """Reads and writes of one node, by tier. The store may also be read through *relays*, nodes
+    that read it for this one and pass it on, so that one load comes over several ways at once."""
 
     def __init__(self, config: Config) -> None:
         priors = PRIOR_BYTES_PER_S
-        self.reads = {tier: _line(config.reads.get(tier, rate)) for tier, rate in priors.items()}
+        rates: dict[Place, float] = {(t, ""): config.reads.get(t, r) for t, r in priors.items()}
+        rates |= {(Tier.OBJECT, relay): rate for relay, rate in config.relays.items()}
+        self.reads = {way: _line(rate) for way, rate in rates.items()}
         self.writes = {tier: _line(config.writes.get(tier, rate)) for tier, rate in priors.items()}
-        self.reading: Counter[Tier] = Counter()  # bytes on their way
+        self._ways = {tier: [way for way in rates if way[0] is tier] for tier in priors}
+        self.reading: Counter[Place] = Counter()  # bytes on their way
         self.writing: Counter[Tier] = Counter()
+        self.resting: set[Tier] = set()  # shared ones that do not answer now
+
+    def way(self, source: Source) -> Place:
+        """Over which way it comes: that to all peers is one."""
+        way = (source.tier, source.node)
+        return way if way in self.reads else (source.tier, "")
 
     def read_s(self, tier: Tier, size_bytes: int) -> float:
-        """Seconds until so many bytes more have come from a tier."""
-        return self.reads[tier].at(size_bytes + self.reading[tier])
+        """Seconds until so many bytes more have come from a tier, over all ways to it."""
+        if len(self._ways[tier]) == 1:
+            return self.reads[tier, ""].at(size_bytes + self.reading[tier, ""])
+        return self._split(tier, size_bytes)[0]
 
     def write_s(self, tier: Tier, size_bytes: int) -> float:
         """Seconds that so many bytes keep the way to a tier busy."""
         return self.writes[tier].slope * size_bytes
 
     def order(self) -> list[Tier]:
-        """Tiers below hbm, the fastest to read first."""
-        return sorted(self.reads, key=lambda tier: (self.reads[tier].slope, tier))
+        """Tiers below hbm that can be read, the fastest first."""
+        awake = (tier for tier in self.writes if tier not in self.resting)
+        return sorted(awake, key=lambda tier: (self.reads[tier, ""].slope, tier))
+
+    def spread(self, sources: Iterable[Source]) -> tuple[Source, ...]:
+        """The same, cut up so that what comes over several ways is there at the same time."""
+        parts: list[Source] = []
+        for source in sources:
+            if source.node or len(self._ways[source.tier]) == 1:
+                parts.append(source)
+                continue
+            _, shares = self._split(source.tier, source.size_bytes)
+            units, due, last = deque(source.units), 0.0, [*shares][-1]
+            for way, share in shares.items():
+                due, part = due + share, []
+                while units and (due > 0 or way == last):
+                    part.append(units.popleft())
+                    due -= part[-1].size_bytes
+                if part:
+                    parts.append(Source(source.tier, tuple(part), way[1]))
+        return tuple(parts)
+
+    def _split(self, tier: Tier, size_bytes: int) -> tuple[float, dict[Place, float]]:
+        """How so many bytes go over the ways to a tier so that all of them end together: after
+        how many seconds, and the bytes of each. A way that is busy for longer gets none."""
+        begins = {way: self.reads[way].at(self.reading[way]) for way in self._ways[tier]}
+        slopes = {way: max(self.reads[way].slope, _FASTEST_S) for way in begins}
+        return split(begins, slopes, size_bytes)
 
 
 def _line(bytes_per_s: float) -> Line:
@@ -49,7 +89,7 @@ def _line(bytes_per_s: float) -> Line:
 
 def saved_s(cost: EngineCost, start: int, end: int) -> float:
     """Engine time that computing tokens start…end-1 takes, without what each request costs."""
-    return cost.pool.prefill.slope * cost.pool.prefill_flops(start, end) * cost.factor
+    return max(0.0, cost.recompute_s(start, end) - cost.recompute_s(end, end))
 
 
 def best_offer(ask: Ask, sizes: Sizes, cost: EngineCost, reach: Reach, paths: Paths) -> Offer:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-_GAP_REQUESTS_MIN = 20
+from collections.abc import Iterable
+
+_REQUESTS_MIN = 20  # before anything is concluded of an engine
 _GAP_SHARE_MAX = 0.5
-_GAP_DECAY = 0.95
+_DECAY = 0.95
+_SPREADS = 2.0  # of the usual deviation: nine answers of ten are not later than that
 _BELIEF_TOKENS = 4096  # so many promised tokens weigh as much as the belief that all will be kept
 
 
@@ -28,10 +31,10 @@ class HitGap:
         if expected <= 0 and reported <= 0:
             return
         self.requests += 1
-        self.expected = self.expected * _GAP_DECAY + expected
-        self.kept = self.kept * _GAP_DECAY + min(reported, expected)
-        self.reported = self.reported * _GAP_DECAY + reported
-        self.foreseen = self.foreseen * _GAP_DECAY + min(reported, max(expected, foreseen))
+        self.expected = self.expected * _DECAY + expected
+        self.kept = self.kept * _DECAY + min(reported, expected)
+        self.reported = self.reported * _DECAY + reported
+        self.foreseen = self.foreseen * _DECAY + min(reported, max(expected, foreseen))
 
     def confidence(self) -> float:
         """Share of the promised tokens that the engine reuses; near 1 until enough were promised.
@@ -44,7 +47,7 @@ class HitGap:
     @property
     def flag(self) -> str:
         """Why this engine is suspect, "" when it is not."""
-        if self.requests < _GAP_REQUESTS_MIN:
+        if self.requests < _REQUESTS_MIN:
             return ""
         if self.kept < _GAP_SHARE_MAX * self.expected:
             share = 100 * self.kept / self.expected
@@ -57,15 +60,36 @@ class HitGap:
         return f"{found}: compare tokenizer, chat template, block size and salt"
 
 
+def regret_s(measured_s: float, others_s: Iterable[float]) -> float:
+    """Seconds that the best of the other plans would have been sooner, by its own price; 0 where
+    none would, or where there was no other."""
+    return max(0.0, measured_s - min(others_s, default=measured_s))
+
+
 class PredictionError:
-    """Predicted against measured time to first token of one engine, as a running mean."""
+    """Predicted against measured time to first token of one engine, and what was missed by going
+    there, as running means."""
 
     def __init__(self) -> None:
         self.requests = 0
-        self.error_s = 0.0
+        self.error_s = self.regret_s = 0.0
+        # Fading: predicted, measured, and how far apart measured and what is usual.
+        self._predicted_s = self._measured_s = self._apart_s = 0.0
 
-    def observe(self, predicted_s: float, measured_s: float) -> None:
-        """One answered request."""
+    def observe(self, predicted_s: float, measured_s: float, others_s: Iterable[float]) -> None:
+        """One answered request; ``others_s``: the times predicted of the plans not taken."""
         self.requests += 1
-        weight = max(1 / self.requests, 1 - _GAP_DECAY)
+        weight = max(1 / self.requests, 1 - _DECAY)
         self.error_s += weight * (abs(measured_s - predicted_s) - self.error_s)
+        self.regret_s += weight * (regret_s(measured_s, others_s) - self.regret_s)
+        self._predicted_s = self._predicted_s * _DECAY + predicted_s
+        self._measured_s = self._measured_s * _DECAY + measured_s
+        usual = self._measured_s / self._predicted_s if self._predicted_s else 0.0
+        self._apart_s = self._apart_s * _DECAY + abs(measured_s - usual * predicted_s)
+
+    def lateness(self) -> float | None:
+        """What a predicted second may become: the usual, and twice the usual deviation from it.
+        None until enough was answered to tell."""
+        if self.requests < _REQUESTS_MIN or not self._predicted_s:
+            return None
+        return (self._measured_s + _SPREADS * self._apart_s) / self._predicted_s

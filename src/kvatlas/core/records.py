@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import msgspec
 
@@ -36,8 +37,6 @@ class Resume(msgspec.Struct, frozen=True):
     ``missing`` names the group that stops it at ``tokens`` ("" when the chain itself ends there).
     ``own_tokens``: where an agent carries the engine on, how far it is from its own hbm; -1 where
     none does, and what it announces below hbm it loads by itself, dear or not.
-    ``own_tokens``: where an agent carries the engine on, how far it is from its own hbm; -1 where
-    none does, and what it announces below hbm it loads by itself, dear or not.
     """
 
     publisher: Publisher
@@ -46,3 +45,14 @@ class Resume(msgspec.Struct, frozen=True):
     tier_tokens: tuple[int, ...] = ()
     missing: str = ""
     own_tokens: int = -1
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a request was not taken, and in how many seconds it may be worth coming back.
+
+    Of one that would have been late: which engine would have been the soonest, and when."""
+
+    reason: Literal["slo_unreachable", "in_flight_max"]
+    retry_after_s: float
+    soonest: Publisher | None = None
+    ttft_s: float = -1.0

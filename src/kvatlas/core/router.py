@@ -10,30 +10,44 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
 from kvatlas.core.cost import EngineCost, PoolCost, Price
 from kvatlas.core.layout import Layout
-from kvatlas.core.records import Publisher, Resume, Tier
+from kvatlas.core.load_ways import Load, LoadWays
+from kvatlas.core.measured import Answer, Measured
+from kvatlas.core.records import Publisher, Refusal, Resume
+from kvatlas.core.rivals import RIVALS, Knobs, Rival, Standing
+
+#: Ours, two that do not look at prompts, and those of `rivals`.
+Policy = Literal[
+    "price", "round_robin", "least_load", "longest_prefix", "power_of_two", "block_cost"
+]
+BLIND = ("round_robin", "least_load")
 
 HOLDERS_MAX = 8  # candidates that hold the longest prefixes
 IDLE_MAX = 4  # and the least loaded ones
 FEW = HOLDERS_MAX + IDLE_MAX  # up to so many engines each gets a plan: any may be the way out
-CHARGE = 0.5  # price of a second of engine time taken from others, in seconds of one's own
+CHARGE = 1.0  # price of a second of engine time taken from others, in seconds of one's own
+EQUAL = 0.2  # prices within this share of the lowest are equal: who holds most is first
+CROWD = 0.02  # price of a second by which decoding is slowed: it comes after the first token
 FAIR_SHARE = 2  # no engine holds more than this times its fair share of what is in flight…
-FAIR_SHARE_FLOOR = 4  # …once it has more than this many
-IDLE_SHARE = 16  # and not more than this many while another one has nothing to do
+FAIR_SHARE_FLOOR = 16  # …once it has more than this many, nor more while another has none
 EXPECTED_MAX = 1_000_000
+_NOTHING_S = 1e-9  # what is left of a sum when all of it was taken away again
 EXPECTED_GRACE_S = 2.0  # between a first token and the events that announce its blocks
 
 
 class Params(msgspec.Struct, frozen=True):
-    """``prefill_tokens_per_s`` is only the prior of the first few requests of each engine."""
+    """The rates are the prior of the first few requests: operations, where that is above 0 and they
+    are known, else tokens. ``knobs`` are those of a rival's policy."""
 
-    policy: str = "price"
+    policy: Policy = "price"
     prefill_tokens_per_s: float = 8000.0
-    in_flight_max: int = 100_000
+    prefill_flops_per_s: float = 0.0
+    knobs: Knobs = Knobs()
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -62,7 +76,9 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Plans in the order in which they are tried; the first is the choice."""
+    """Plans in the order in which they are tried; the first is the choice. ``ttft_slo_s``: within
+    what time the client wants the first token, 0 where it does not say; ``refusal``: why nothing
+    of it is done (`core.admission`)."""
 
     id: str
     at: float
@@ -71,6 +87,8 @@ class Decision(msgspec.Struct, frozen=True):
     unkeyed: str
     plans: tuple[Plan, ...]
     considered: int
+    ttft_slo_s: float = 0.0
+    refusal: Refusal | None = None
 
 
 class _Engine:
@@ -83,14 +101,31 @@ class _Engine:
         self.bit = bit
         self.fingerprint = fingerprint
         self.cost = cost
+        self.measured = Measured(cost)
         self.up = True
         self.in_flight = 0
+        self.answering = 0  # of those: whose answer has begun
         self.foreign = 0  # requests that the engine reports beyond our own
         self.chosen = 0  # sequence number of the last choice: breaks ties by rotation
         self.free_at = 0.0  # when its prefill queue, as we know it, will have drained
         self.queued_s = 0.0  # service time of what was sent and has not answered yet
-        self.last_first_token = 0.0
         self.windowed = False
+
+    def beside(self) -> int:
+        """Requests that decode in the step that a new one would have to wait for; none where it
+        waits for a prefill, after which it is next."""
+        return 0 if self.in_flight > self.answering else self.answering + self.foreign
+
+    def wait_s(self, now: float) -> float:
+        """Until it can begin. One that is late is expected to be late by as much again."""
+        left_s = self.free_at - now
+        return abs(left_s) if self.queued_s > _NOTHING_S else max(0.0, left_s)
+
+    def queue(self, service_s: float, now: float) -> None:
+        """One more: who is late stays late, and by so much more."""
+        late = self.queued_s > _NOTHING_S and self.free_at < now
+        self.free_at += -service_s if late else max(0.0, now - self.free_at) + service_s
+        self.queued_s += service_s
 
     def load(self) -> int:
         return self.in_flight + self.foreign
@@ -104,15 +139,18 @@ class _Flight(msgspec.Struct):
     prompt_tokens: int
     sent_at: float
     keys: Sequence[bytes]
+    sure: bool
+    beside: int
     answered_at: float = -1.0
-    prefill_s: float = 0.0
+    answer: Answer | None = None
+    load: Load | None = None  # from a store, where there are several ways to it
 
 
 class Router:
-    """One per gateway. Publishers come and go; requests in flight are bounded."""
+    """One per gateway. Publishers come and go; `admission` bounds the requests in flight."""
 
     def __init__(self, params: Params | None = None) -> None:
-        self._params = params or Params()
+        self.params = params or Params()
         self._engines: dict[Publisher, _Engine] = {}
         self._pools: dict[bytes, PoolCost] = {}
         self._free_bits: list[int] = []
@@ -121,11 +159,9 @@ class Router:
         self._expected: dict[bytes, int] = {}  # block key → engines computing it right now
         self._ends: dict[bytes, int] = {}  # the same for the last block of each prompt
         self._fading: deque[tuple[float, int, Sequence[bytes]]] = deque()
-
-    @property
-    def policy(self) -> str:
-        """How it decides: only "price" looks at the prompt."""
-        return self._params.policy
+        self.ways = LoadWays()
+        policy = self.params.policy
+        self._rival = Rival(policy, self.params.knobs) if policy in RIVALS else None
 
     # -- engines --------------------------------------------------------------------------------
 
@@ -135,7 +171,8 @@ class Router:
             return
         pool = self._pools.get(fingerprint)
         if pool is None:
-            pool = self._pools[fingerprint] = PoolCost(layout, self._params.prefill_tokens_per_s)
+            rates = self.params.prefill_tokens_per_s, self.params.prefill_flops_per_s
+            pool = self._pools[fingerprint] = PoolCost(layout, *rates)
         bit = self._free_bits.pop() if self._free_bits else 1 << len(self._engines)
         engine = _Engine(publisher, bit, fingerprint, EngineCost(pool))
         engine.windowed = any(g.required and g.window_tokens for g in layout.groups)
@@ -152,6 +189,8 @@ class Router:
                 if flight.engine is engine:
                     flight.keys = ()
             self._free_bits.append(engine.bit)
+            if self._rival is not None:
+                self._rival.removed(publisher)
             if all(e.fingerprint != engine.fingerprint for e in self._engines.values()):
                 del self._pools[engine.fingerprint]
 
@@ -175,6 +214,15 @@ class Router:
         """Requests between `begin` and `end`, per engine."""
         return {p: e.in_flight for p, e in self._engines.items()}
 
+    def cost(self, publisher: Publisher) -> EngineCost | None:
+        """What time is worth on an engine, to read."""
+        engine = self._engines.get(publisher)
+        return engine.cost if engine is not None else None
+
+    def waits(self, now: float) -> dict[Publisher, float]:
+        """Seconds until each candidate could begin with a request."""
+        return {p: e.wait_s(now) for p, e in self._engines.items() if e.up}
+
     # -- the decision ---------------------------------------------------------------------------
 
     def peek(self, ask: Ask, now: float, among: Collection[Publisher] | None = None) -> Decision:
@@ -185,17 +233,17 @@ class Router:
         busy cluster must not turn into an outage.
         """
         known = self._engines
-        candidates = (
-            list(known.values()) if among is None else [known[p] for p in among if p in known]
-        )
+        candidates = [known[p] for p in (known if among is None else among) if p in known]
         engines = [engine for engine in candidates if engine.up] or candidates
-        policy = self._params.policy
+        policy = self.params.policy
         if not engines:
             plans: list[Plan] = []
         elif policy == "round_robin":
             plans = [self._plan(ask, e, now) for e in self._rotation(engines)]
         elif policy == "least_load" or ask.unkeyed:
             plans = [self._plan(ask, e, now) for e in _idlest(engines, now)]
+        elif self._rival is not None:
+            plans = self._by_rival(self._rival, ask, engines, now)
         else:
             plans = self._priced(ask, engines, now)
         return Decision(
@@ -205,14 +253,22 @@ class Router:
     def _rotation(self, engines: list[_Engine]) -> list[_Engine]:
         return sorted(engines, key=lambda e: e.chosen)[: _plans(engines)]
 
+    def _by_rival(self, rival: Rival, ask: Ask, engines: list[_Engine], now: float) -> list[Plan]:
+        resumes = {r.publisher: r for r in ask.resumes}
+        held = {p: r.tokens for p, r in resumes.items()}
+        standings = [_standing(ask, e, held.get(e.publisher, 0)) for e in engines]
+        order = rival.order(ask.id, ask.prompt_tokens, standings)[: _plans(engines)]
+        known = self._engines
+        return [self._plan(ask, known[p], now, resume=resumes.get(p)) for p in order]
+
     def _priced(self, ask: Ask, engines: list[_Engine], now: float) -> list[Plan]:
         resumes = {r.publisher: r for r in ask.resumes}
         expected = self._expected_tokens(ask, resumes) if self._expected else {}
         allowed = {e.publisher: e for e in engines}
         loads = [e.in_flight + e.foreign for e in engines]
         share = max(FAIR_SHARE_FLOOR, math.ceil(FAIR_SHARE * (sum(loads) + 1) / len(engines)))
-        if share > IDLE_SHARE and not min(loads):  # else half of the engines could serve all
-            share = IDLE_SHARE
+        if not min(loads):  # else half of the engines could serve all
+            share = FAIR_SHARE_FLOOR
         held = (r.publisher for r in ask.resumes if r.tokens)
         coming = sorted(expected, key=lambda p: -expected[p])
         candidates: dict[Publisher, _Engine] = {}
@@ -233,12 +289,15 @@ class Router:
             for publisher, engine in candidates.items()
         ]
         plans.sort(key=self._order)
+        limit = plans[0].over_share, (1 + EQUAL) * plans[0].price.total_s
+        near = [plan for plan in plans if (plan.over_share, plan.price.total_s) <= limit]
+        best = max(near, key=lambda plan: plan.expected_tokens)  # of equal ones the cheapest
+        plans.insert(0, plans.pop(plans.index(best)))
         return plans
 
     def _order(self, plan: Plan) -> tuple[bool, float, int, int, Publisher]:
-        engine = self._engines[plan.publisher]
-        price = round(plan.price.total_s, 6)
-        return plan.over_share, price, plan.in_flight, engine.chosen, plan.publisher
+        chosen, price = self._engines[plan.publisher].chosen, round(plan.price.total_s, 6)
+        return plan.over_share, price, plan.in_flight, chosen, plan.publisher
 
     def _plan(
         self,
@@ -254,21 +313,22 @@ class Router:
         tiers = resume.tier_tokens if resume else ()
         cost = engine.cost
         tokens = max(ask.prompt_tokens, 0)
-        recompute = cost.recompute_s(min(max(held, expected), tokens), tokens)
-        load_s = cost.load_s(tiers) if len(tiers) > 1 else 0.0
+        beside = engine.beside()
+        recompute = cost.recompute_s(min(max(held, expected), tokens), tokens, beside)
+        load_s = self.ways.load_s(engine.publisher, cost, tiers) if len(tiers) > 1 else 0.0
         own = resume.own_tokens if resume else -1
         if load_s and own >= 0:
             # An agent does not load what is sooner computed: nor is it promised.
-            all_s = cost.recompute_s(min(max(own, expected), tokens), tokens)
+            all_s = cost.recompute_s(min(max(own, expected), tokens), tokens, beside)
             if all_s <= load_s + recompute:
                 held, tiers, load_s, recompute = own, (own,), 0.0, all_s
-        load = engine.load()
+        load, start = engine.load(), min(max(held, expected), tokens)
         price = Price(
-            wait_s=max(0.0, engine.free_at - now),
+            wait_s=engine.wait_s(now),
             load_s=load_s,
             recompute_s=recompute,
-            crowd_s=cost.crowd_s(load),
-            charge_s=CHARGE * recompute,
+            crowd_s=CROWD * cost.crowd_s(load),
+            charge_s=CHARGE * cost.pool.recompute_s(start, tokens),  # it is taken from all
         )
         return Plan(
             publisher=engine.publisher,
@@ -316,16 +376,22 @@ class Router:
         if ask.id in self._flights:
             self.end(ask.id, now, ok=False)
         engine = self._engines.get(plan.publisher)
-        if engine is None or len(self._flights) >= self._params.in_flight_max:
+        if engine is None:
             return
         self._sequence += 1
         engine.chosen = self._sequence
+        beside = engine.beside()
         engine.in_flight += 1
-        engine.queued_s += plan.price.service_s
-        engine.free_at = max(engine.free_at, now) + plan.price.service_s
+        engine.queue(plan.price.service_s, now)
         keys = list(ask.keys.get(engine.fingerprint, ()))
         new = keys[plan.resume_tokens // engine.cost.grid_tokens :]
-        self._flights[ask.id] = _Flight(engine, plan, ask.prompt_tokens, now, new)
+        sure = bool(ask.keys) and plan.expected_tokens == plan.resume_tokens
+        flight = _Flight(engine, plan, ask.prompt_tokens, now, new, sure, beside)
+        self._flights[ask.id] = flight
+        flight.load = self.ways.begin(plan.publisher, engine.cost, plan.tier_tokens)
+        if self._rival is not None:
+            to = _standing(ask, engine, plan.resume_tokens)
+            self._rival.began(ask.id, to, ask.prompt_tokens)
         if new and len(self._expected) < EXPECTED_MAX:
             bit, expected = engine.bit, self._expected
             for key in new:
@@ -338,11 +404,24 @@ class Router:
         flight = self._flights.get(request_id)
         if flight is None or flight.answered_at >= 0:
             return
+        if self._rival is not None:
+            self._rival.first_token(request_id)
         engine = flight.engine
-        flight.prefill_s = now - max(flight.sent_at, engine.last_first_token)
-        flight.answered_at = engine.last_first_token = now
+        flight.answered_at = now
+        flight.answer = Answer(
+            flight.sent_at,
+            flight.prompt_tokens,
+            min(flight.plan.expected_tokens, max(0, flight.prompt_tokens)),
+            flight.sure,
+            flight.plan.tier_tokens,
+            flight.beside,
+        )
+        engine.measured.began(flight.answer, now)
+        engine.answering += 1
         engine.queued_s = max(0.0, engine.queued_s - flight.plan.price.service_s)
         engine.free_at = now + engine.queued_s
+        self.ways.end(flight.load, flight.answer.seconds - flight.plan.price.recompute_s)
+        flight.load = None
         self._fading.append((now + EXPECTED_GRACE_S, engine.bit, flight.keys))
         flight.keys = ()
 
@@ -354,29 +433,22 @@ class Router:
         flight = self._flights.pop(request_id, None)
         if flight is None:
             return
+        if self._rival is not None:
+            self._rival.ended(request_id)
         engine = flight.engine
         engine.in_flight -= 1
-        if flight.answered_at < 0:
+        self.ways.end(flight.load)
+        if flight.answer is None:
             service_s = flight.plan.price.service_s
             engine.queued_s = max(0.0, engine.queued_s - service_s)
             engine.free_at = max(now, engine.free_at - service_s)
             self._forget(engine.bit, flight.keys)
-        elif ok:
-            engine.cost.observe_decode(engine.in_flight, now - flight.answered_at)
-            if flight.prompt_tokens > 0:
-                self._learn(flight, cached_tokens)
-        self._fade(now)
-
-    def _learn(self, flight: _Flight, cached_tokens: int) -> None:
-        plan, cost = flight.plan, flight.engine.cost
-        cached = plan.expected_tokens if cached_tokens < 0 else cached_tokens
-        start = min(cached, flight.prompt_tokens)
-        lower = [t for t, n in enumerate(plan.tier_tokens) if t != Tier.HBM and n]
-        if lower and start:
-            beyond = flight.prefill_s - cost.recompute_s(start, flight.prompt_tokens)
-            cost.observe_load(Tier(lower[0]), plan.tier_tokens[lower[0]], beyond)
         else:
-            cost.observe_prefill(start, flight.prompt_tokens, flight.prefill_s)
+            engine.answering -= 1
+            if ok and now > flight.answered_at:  # else nothing is decoded: half of a pair
+                engine.cost.observe_decode(engine.in_flight, now - flight.answered_at)
+            engine.measured.ended(flight.answer, ok=ok, cached_tokens=cached_tokens)
+        self._fade(now)
 
     def _fade(self, now: float) -> None:
         while self._fading and self._fading[0][0] <= now:
@@ -389,19 +461,22 @@ class Router:
 
     def _forget_in(self, table: dict[bytes, int], bit: int, keys: Sequence[bytes]) -> None:
         for key in keys:
-            mask = table.get(key, 0) & ~bit
-            if mask:
+            if mask := table.get(key, 0) & ~bit:
                 table[key] = mask
             else:
                 table.pop(key, None)
 
 
+def _standing(ask: Ask, engine: _Engine, held_tokens: int) -> Standing:
+    keys = ask.keys.get(engine.fingerprint, ())
+    grid = engine.cost.grid_tokens
+    return Standing(engine.publisher, keys, grid, held_tokens, engine.load(), engine.chosen)
+
+
 def _idlest(engines: Sequence[_Engine], now: float) -> list[_Engine]:
     """The least loaded first: the shortest queue, then the fewest requests, then by rotation."""
-    ranks = [
-        (wait if (wait := e.free_at - now) > 0.0 else 0.0, e.in_flight + e.foreign, e.chosen, i)
-        for i, e in enumerate(engines)
-    ]
+    # Of what cannot be looked up it is not known what it takes, nor so whether anybody is late.
+    ranks = [(max(0.0, e.free_at - now), e.load(), e.chosen, i) for i, e in enumerate(engines)]
     return [engines[rank[3]] for rank in heapq.nsmallest(_plans(engines), ranks)]
 
 

@@ -137,15 +137,18 @@ class Sequencer:
         """The sequence number expected next; None before the first batch of an epoch."""
         return self._next
 
+    def waiting(self) -> tuple[int, int]:
+        """Batches that wait for what is missing before them, and bytes of token ids in them."""
+        return len(self._waiting), self._waiting_bytes
+
     # -- what the feed reports ------------------------------------------------------------------
 
     def connected(self, now: float) -> list[Effect]:
         """The subscription is up (again): anything may have happened in between."""
         if self.can_replay:
             running = self._running or _Running(0, 0.0)
-            self._schedule(
-                now + self._limits.settle_s, attempt=running.attempt, rebuild=running.rebuild
-            )
+            settled = now + self._limits.settle_s
+            self._schedule(settled, attempt=running.attempt, rebuild=running.rebuild)
         return []
 
     def offer(self, batch: Batch, now: float) -> list[Effect]:
@@ -156,6 +159,8 @@ class Sequencer:
                 return self._restart("its sequence numbers went back", now, batch)
             if batch.seq in self._waiting or self._next is None or batch.seq < self._next:
                 self.counters.duplicates += 1
+                self._hear(batch)
+                self._seek_rest()  # it may be late, and of before a run that was begun anew
                 return []
         elif newest is not None and batch.ts < newest[1]:
             return self._doubtful(batch, now)
@@ -257,10 +262,7 @@ class Sequencer:
             return []
         effects = self._reset(reason)
         self._forget_waiting()
-        self._running = None
-        self._behind = False
-        self._rebuild_due = None
-        self._earliest = None
+        self._rebuild_due = self._earliest = None
         self._cleared = False
         if self._newest is not None:
             self._next = self._floor = self._newest[0] + 1
@@ -299,9 +301,7 @@ class Sequencer:
         if self.can_replay and now >= self._no_replay_until:
             self._keep(batch)
             return self._request(now)
-        effects: list[Effect] = []
-        if self._next is not None:
-            effects = self._reset(f"batches {self._next} to {batch.seq - 1} are lost")
+        effects = self._reset(f"batches {self._next} to {batch.seq - 1} are lost")
         self._next = batch.seq
         effects += self._apply(batch)
         self._seek_rest()
@@ -328,17 +328,14 @@ class Sequencer:
         self.counters.restarts += 1
         effects = self._reset(reason)
         self._forget_waiting()
-        self._running = None
-        self._behind = False
-        self._next = None
-        self._newest = None
-        self._earliest, self._refused = None, False
+        self._next = self._newest = self._earliest = self._rebuild_due = None
+        self._refused = False
         self._floor = 0
         self._last_ts = -math.inf
-        self._rebuild_due = None
         self._orphan_next, self._orphan_wait = 0.0, self._limits.orphan_replay_s
         if batch is not None:
             self._newest = (batch.seq, batch.ts)
+            self._hear(batch)
             return [*effects, *self._in_order(batch, now)]
         if self.can_replay and now >= self._no_replay_until:
             effects += self._request(now)
@@ -359,7 +356,7 @@ class Sequencer:
         if not self._dirty:
             self._run_start = batch.seq
         self._dirty = True
-        self._cleared = self._cleared or any(type(e) is AllBlocksCleared for e in batch.events)
+        self._cleared = self._cleared or AllBlocksCleared in map(type, batch.events)
         self.counters.applied += 1
         return [Apply(batch)]
 
@@ -413,8 +410,8 @@ class Sequencer:
     def _seek_rest(self) -> None:
         """The run begins after batches that were heard of: the engine may still be able to tell
         them, so it is asked in time. Orphans alone would not: not every block has children."""
-        earliest = self._earliest
-        if self.can_replay and self._dirty and earliest is not None and earliest < self._run_start:
+        earliest, able = self._earliest, self.can_replay and self._running is None
+        if able and self._dirty and earliest is not None and earliest < self._run_start:
             due = max(self._orphan_next, self._no_replay_until)
             self._rebuild_due = due if self._rebuild_due is None else min(self._rebuild_due, due)
 
@@ -492,8 +489,11 @@ class Sequencer:
         return batch
 
     def _forget_waiting(self) -> None:
+        """Nothing waits any more, for no replay either."""
         self._waiting.clear()
         self._waiting_bytes = 0
+        self._running = None
+        self._behind = False
 
 
 def _size(batch: Batch) -> int:

@@ -148,6 +148,13 @@ class Shelves:
                 return _below(house.shelves(), pool, keys, local)
         return None
 
+    def lends(self, pool: Pool, keys: Sequence[bytes], agent: Publisher) -> int:
+        """Blocks up to the deepest position that lies in the dram of one agent; 0 for none."""
+        house = self._houses.get(agent)
+        if house is None or not house.believed:
+            return 0
+        return max(_below((house.own[Tier.DRAM],), pool, keys, 0).positions, default=0)
+
     def held(self, agent: Publisher) -> dict[Tier, tuple[int, int]]:
         """Bodies and points of one agent, by tier, a store's included."""
         house = self._houses[agent]

@@ -29,7 +29,7 @@ def name_of(key: bytes, part: Part) -> bytes:
     return key + (b"\1" if part else b"\0")
 
 
-class Unit(msgspec.Struct, frozen=True):
+class Unit(msgspec.Struct, frozen=True, gc=False):
     """One thing that is stored, moved and lost as a whole.
 
     ``index`` is the grid block's number from the start of its prompt; a point with it ends at

@@ -23,10 +23,10 @@ class Windows:
 
     def holds(self, engine_hash: int, tier: Tier) -> bool:
         """Is this block held, filed or waiting for its window to be complete?"""
-        if self.before.get(engine_hash, (None, 0))[1] & 1 << tier:
+        if (waits := self.before.get(engine_hash)) is not None and waits[1] & 1 << tier:
             return True
-        key, unit = self.place.get(engine_hash, (b"", 0))
-        return bool(self.masks[tier].get(key, 0) & 1 << unit)
+        place = self.place.get(engine_hash)
+        return place is not None and bool(self.masks[tier].get(place[0], 0) & 1 << place[1])
 
     def file(self, engine_hash: int, key: bytes, unit: int) -> bool:
         """It is a block of the window of ``key``; False where that cannot be."""
@@ -54,7 +54,8 @@ class Windows:
                 del masks[key]
             else:
                 masks[key] = mask ^ bit
-        if lost and not any(each.get(key, 0) & bit for each in self.masks for key, _ in lost):
+        others = [each for each in self.masks if each and each is not masks]  # mostly none
+        if lost and not any(each.get(key, 0) & bit for each in others for key, _ in lost):
             del self.place[engine_hash]
             self.shared.pop(engine_hash, None)
         return lost

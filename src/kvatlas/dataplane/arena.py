@@ -17,12 +17,12 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
+from kvatlas.dataplane._copies import Rows, gather, scatter
 from kvatlas.dataplane.extents import GRAIN_BYTES, Extents, whole
 from kvatlas.errors import ConfigError, StoreError
 
@@ -35,7 +35,8 @@ _VERSION = 1
 _HUGE_BYTES = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; Python has no name for it
 _STRIDE_BYTES = 256 << 20  # filled at once: other threads get their turn between
-_COPY_BYTES = 256 << 10  # copied and summed while it is still in the core's cache
+Part = memoryview | tuple[Rows, int]  # bytes in a row, or all pages of a block
+_Copy = Callable[[memoryview, list[Part]], int]
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
@@ -44,13 +45,6 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     size_bytes: int
     generation: int
-
-
-class Digest(Protocol):
-    """What hashlib and xxhash call a hash object."""
-
-    def update(self, data: memoryview, /) -> object:
-        """Takes more bytes in."""
 
 
 class Arena:
@@ -162,6 +156,11 @@ class Arena:
 
     # -- slots ----------------------------------------------------------------------------------
 
+    @property
+    def memory(self) -> memoryview:
+        """All bytes that slots lie in."""
+        return self._slots
+
     def view(self, slot: Slot) -> memoryview:
         """Its bytes, writable. Raises StoreError where it lies outside."""
         end = slot.offset + slot.size_bytes
@@ -179,23 +178,24 @@ class Arena:
         """For the owner: whose the page is; 0 nobody's."""
         self._words[offset // GRAIN_BYTES] = generation
 
-    def copy_in(
-        self, slot: Slot, parts: Iterable[memoryview], digest: Digest | None = None
-    ) -> bool:
-        """Write parts one after the other; False where the slot is not current (any more)."""
-        if not self.current(slot):
-            return False
-        gather(self.view(slot), parts, digest)
-        return self.current(slot)
+    def copy_in(self, slot: Slot, parts: Iterable[Part], at: int = 0) -> int:
+        """Write parts one after the other, from byte ``at`` on. The checksum of what was written;
+        0 where the slot is not current (any more)."""
+        return self._copied(gather, slot, parts, at)
 
-    def copy_out(
-        self, slot: Slot, parts: Iterable[memoryview], digest: Digest | None = None
-    ) -> bool:
-        """Read into parts one after the other; False: what was read must not be used."""
+    def copy_out(self, slot: Slot, parts: Iterable[Part], at: int = 0) -> int:
+        """Read into parts one after the other. The checksum of what they got; 0: it must not be
+        used."""
+        return self._copied(scatter, slot, parts, at)
+
+    def _copied(self, copy: _Copy, slot: Slot, parts: Iterable[Part], at: int) -> int:
         if not self.current(slot):
-            return False
-        scatter(self.view(slot), parts, digest)
-        return self.current(slot)
+            return 0
+        try:
+            checksum = copy(self.view(slot)[at:], list(parts))
+        except ValueError as error:
+            raise StoreError(f"{slot}: {error}") from error
+        return checksum if self.current(slot) else 0
 
 
 class Slots:
@@ -263,45 +263,6 @@ class Slots:
     def leaving_bytes(self) -> int:
         """Given back, and still held by somebody."""
         return sum(whole(slot.size_bytes) for slot in self._leaving.values())
-
-
-def gather(target: memoryview, parts: Iterable[memoryview], digest: Digest | None = None) -> int:
-    """Copy parts one after the other to ``target``; says how many bytes. ``digest`` takes them in
-    as they arrived. Raises StoreError where they do not fit."""
-    at = summed = 0
-    for part in parts:
-        start, end = at, at + len(part)
-        if end > len(target):
-            raise StoreError(f"parts of more than {len(target)} bytes: they do not fit")
-        while digest is not None and end - summed > _COPY_BYTES:
-            cut = summed + _COPY_BYTES
-            target[at:cut] = part[at - start : cut - start]
-            digest.update(target[summed:cut])
-            at = summed = cut
-        target[at:end] = part if at == start else part[at - start :]
-        at = end
-    if digest is not None:
-        digest.update(target[summed:at])
-    return at
-
-
-def scatter(source: memoryview, parts: Iterable[memoryview], digest: Digest | None = None) -> int:
-    """The way back. ``digest`` takes in what was there just after it was copied."""
-    at = summed = 0
-    for part in parts:
-        start, end = at, at + len(part)
-        if end > len(source):
-            raise StoreError(f"parts of more than {len(source)} bytes: there are no more")
-        while digest is not None and end - summed > _COPY_BYTES:
-            cut = summed + _COPY_BYTES
-            part[at - start : cut - start] = source[at:cut]
-            digest.update(source[summed:cut])
-            at = summed = cut
-        part[at - start :] = source[at:end]
-        at = end
-    if digest is not None:
-        digest.update(source[summed:at])
-    return at
 
 
 def remove_leftovers(directory: Path = SHARED_MEMORY) -> list[Path]:

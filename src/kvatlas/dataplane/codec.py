@@ -1,8 +1,10 @@
 """How a unit's bytes are written: as they are, zstd, or byte planes and then zstd. All bit-exact.
 
 Planes: in a row of 2-byte floats the high bytes (sign, exponent) are much alike and the low ones
-are noise; apart they shrink better (ZipNN, arXiv 2411.05239, does the same to weights). What would
-not become smaller is written raw, so that no unit takes more room than its bytes.
+are noise; apart they shrink better (ZipNN, arXiv 2411.05239, does the same to weights). Each plane
+begins a zstd block: at its lowest level zstd gives one table of symbol lengths to a block of up to
+128 KiB, and where both planes share one the low bytes spoil the high ones'. What would not become
+smaller is written raw, so that no unit takes more room than its bytes.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ def encode(codec: Codec, view: memoryview) -> tuple[Codec, memoryview]:
     """The bytes to store, and how they are really coded; raw ones are ``view`` itself."""
     if codec is Codec.RAW:
         return codec, view
-    plain: bytes | bytearray | memoryview = view
+    packer = zstandard.ZstdCompressor(level=_LEVEL)
     if codec is Codec.PLANES:
-        plain = bytearray(view)
-        plain = plain[0::2] + plain[1::2]
-    made = zstandard.ZstdCompressor(level=_LEVEL).compress(plain)
+        plain, into = bytearray(view), packer.compressobj(size=len(view))
+        made = into.compress(plain[0::2]) + into.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        made += into.compress(plain[1::2]) + into.flush()
+    else:
+        made = packer.compress(view)
     return (codec, memoryview(made)) if len(made) < len(view) else (Codec.RAW, view)
 
 

@@ -21,10 +21,10 @@ from kvatlas.errors import StoreError
 
 VERSION = 1
 LABEL_BYTES_MAX = 1024
-RECORD_BYTES_MAX = 2048
+RECORD_BYTES = 1024  # of every resume record, filled up: who looks for one knows its size
 _HEAD = struct.Struct("<4sHH")
 _TAIL = struct.Struct("<Q")
-_SUM_BYTES = 16
+SUM_BYTES = 16
 
 
 class Label(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -79,7 +79,7 @@ def record_name(key: bytes) -> bytes:
 
 def checksum_bytes(checksum: int) -> bytes:
     """A checksum as labels have it; b"" for 0, unknown."""
-    return checksum.to_bytes(_SUM_BYTES, "big") if checksum else b""
+    return checksum.to_bytes(SUM_BYTES, "big") if checksum else b""
 
 
 def checksum_int(checksum: bytes) -> int:
@@ -88,7 +88,7 @@ def checksum_int(checksum: bytes) -> int:
 
 
 def pack(value: Label | ResumeRecord) -> bytes:
-    """Raises StoreError when it does not fit in `LABEL_BYTES_MAX` or `RECORD_BYTES_MAX`."""
+    """Raises StoreError when it does not fit in `LABEL_BYTES_MAX` or `RECORD_BYTES`."""
     magic, limit = _kind(type(value))
     body = msgspec.msgpack.encode(value)
     if _HEAD.size + len(body) + _TAIL.size > limit:
@@ -124,4 +124,4 @@ def unpack(data: memoryview | bytes, kind: type[_T]) -> _T:
 def _kind(kind: type[Label] | type[ResumeRecord]) -> tuple[bytes, int]:
     if kind is Label:
         return b"KVAl", LABEL_BYTES_MAX
-    return b"KVAr", RECORD_BYTES_MAX
+    return b"KVAr", RECORD_BYTES

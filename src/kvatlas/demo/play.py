@@ -13,7 +13,7 @@ from kvatlas.service.http_client import HttpClient, Lease, origin_of
 from kvatlas.workload.chats import Chat
 
 ANSWER_BYTES_MAX = 16 << 20
-DEADLINE_S = 120.0
+DEADLINE_S = 120.0  # for one answer, at the usual pace
 
 _HEADERS: Headers = [(b"content-type", b"application/json")]
 
@@ -41,7 +41,8 @@ async def play(
     pace: float = 1.0,
     tick: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
-    """All answers, in order of completion. ``pace`` multiplies every pause of the chats.
+    """All answers, in order of completion. ``pace`` multiplies every pause of the chats, and how
+    long an answer may take.
 
     Every turn carries the whole conversation, as OpenAI clients do. Raises EngineError at the
     first request that fails; the others are then given up.
@@ -55,7 +56,14 @@ async def play(
         for turn in chat.turns:
             await asyncio.sleep(turn.think_s * pace)
             messages.append({"role": "user", "content": turn.text})
-            answer = await ask(client, url, model, messages, output_tokens=output_tokens)
+            answer = await ask(
+                client,
+                url,
+                model,
+                messages,
+                output_tokens=output_tokens,
+                deadline_s=DEADLINE_S * pace,
+            )
             messages.append({"role": "assistant", "content": answer.text})
             answers.append(answer)
             tick()
@@ -78,6 +86,7 @@ async def ask(
     messages: Sequence[dict[str, str]],
     *,
     output_tokens: int,
+    deadline_s: float = DEADLINE_S,
 ) -> Answer:
     """One streamed, greedy chat completion. Raises EngineError for anything but a whole answer."""
     body = {
@@ -92,7 +101,7 @@ async def ask(
     stream = _Stream(loop.time)
     sent_s = loop.time()
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(deadline_s):
             await client.exchange(
                 "POST",
                 origin_of(url),
@@ -102,7 +111,7 @@ async def ask(
                 sink=stream,
             )
     except TimeoutError:
-        raise EngineError(f"{url}: no whole answer within {DEADLINE_S:.0f} s") from None
+        raise EngineError(f"{url}: no whole answer within {deadline_s:.0f} s") from None
     return stream.finish(url, sent_s, loop.time())
 
 

@@ -29,7 +29,7 @@ POOL_TOKENS = 6144
 # keep up at 1.4 times the time. Slower machines get the chats at a slower pace: the demo is about
 # where requests go, not about an overload.
 USUAL_TOKENS_PER_S = 550.0
-PACE_MAX = 4.0
+PACE_MAX = 25.0  # an hour
 SHAPE = Shape(
     sessions=8,
     groups=4,

@@ -1,123 +1,80 @@
 """The agent of a node: owns its arena and its disk tier, and serves its engines over a socket.
 
 Engines say what they have and ask what there is, in tokens; keys are made here, so that the secret
-never leaves this process. An engine whose state nobody else of its name could use is refused, and
-told why.
+never leaves this process. Keys begin with what an engine computes with: old and new engines of one
+name live here side by side while they are exchanged, and none gets what another kind of them made.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import logging
 import socket
-import struct
-from collections import Counter, OrderedDict, deque
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from kvatlas.core import agent_values as words
 from kvatlas.core.agent import Agent
-from kvatlas.core.compat import Member, why_not
-from kvatlas.core.families import layout_from_config
-from kvatlas.core.keys import PUBLIC, Fingerprint, Keyring, Scope
+from kvatlas.core.compat import Member, not_shared, why_not
+from kvatlas.core.keys import Keyring, tenant_scope
 from kvatlas.core.ledger import Ledger
 from kvatlas.core.ledger_values import Limits
 from kvatlas.core.policy.registry import make_policy
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.arena import Arena
-from kvatlas.dataplane.records import checksum_int
+from kvatlas.dataplane.codec import Codec
+from kvatlas.dataplane.records import SUM_BYTES, checksum_int
+from kvatlas.dataplane.tiers.base import Shared
 from kvatlas.dataplane.tiers.disk import DiskStore
 from kvatlas.dataplane.tiers.dram import DramStore
-from kvatlas.errors import ConfigError, EngineError, LayoutError
+from kvatlas.errors import ConfigError, EngineError
 from kvatlas.service import agent_wire as wire
 from kvatlas.service.agent_driver import Driver
+from kvatlas.service.agent_errands import Errands
+from kvatlas.service.agent_front import Front, Served
 from kvatlas.service.agent_loads import Engine
+from kvatlas.service.agent_member import member_of
+from kvatlas.service.agent_pages import Pages
+from kvatlas.service.agent_pulls import Pulls
+from kvatlas.service.agent_shared import Place, SharedSettings, opened
+from kvatlas.service.agent_socket import Peer, Prompt, ended, listen, process_of
+from kvatlas.service.rdma_ports import INFINIBAND, read_ports
+
+log = logging.getLogger(__name__)
 
 REQUESTS_MAX = 16_384  # prompts remembered per engine
 CONNECTIONS_MAX = 256
-BACKLOG_BYTES_MAX = 64 << 20
-GONE_S = 60.0  # how long a process may live on after its connection ended
+ACCEPT_AGAIN_S = 0.1
 _STAGING_SHARE = 8  # of the arena beyond the dram tier: for what comes from elsewhere
 _STAGING_BYTES_MIN = 64 << 20
 _ROUNDING = 0.95  # units fill whole pages
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What a node gives. ``dram_bytes`` and ``disk_bytes`` count whole tiers, 0: none."""
+    """What a node gives. ``dram_bytes`` and ``disk_bytes`` count whole tiers, 0: none.
+
+    ``shared``: its stores and peers, and where it serves peers itself. ``prefill_tokens_per_s``: of
+    its engines; what takes longer to load than to compute so fast is not loaded. ``infiniband``:
+    where the kernel counts what RDMA ports move.
+    """
 
     path: Path
     dram_bytes: int
     disk: Path | None = None
     disk_bytes: int = 0
+    disk_codec: Codec = Codec.RAW
     policy: str = "lru_sink"
     secret: bytes = b""
+    shared: SharedSettings = SharedSettings()
     agent: words.Config = words.Config(write_through=(Tier.DISK,))
-
-
-class Prompt:
-    """A request of an engine, as far as its tokens are known here."""
-
-    def __init__(self, ring: Keyring, root: bytes, grid_tokens: int, tenant: str) -> None:
-        self._ring = ring
-        self._grid = grid_tokens
-        self._parent = root
-        self._rest = b""
-        self.tenant = tenant
-        self.count = 0
-        self.keys: list[bytes] = []
-
-    def extend(self, tokens: bytes) -> None:
-        """More token ids, 4 bytes each. Raises EngineError for half ones."""
-        if len(tokens) % 4:
-            raise EngineError("token ids have 4 bytes each")
-        self.count += len(tokens) // 4
-        data = self._rest + tokens
-        whole = len(data) // (4 * self._grid) * 4 * self._grid
-        self._rest = data[whole:]
-        if whole:
-            made = self._ring.chain(self._parent, data[:whole], self._grid)
-            self._parent = made[-1]
-            self.keys += made
-
-
-class Peer:
-    """One connection."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.name = ""  # of the engine, once it has said hello
-        self.member: Member | None = None
-        self.bye = False
-        self.slow = False
-        self.prompts: OrderedDict[str, Prompt] = OrderedDict()
-        self._out: deque[bytes] = deque()
-        self._backlog = 0
-        self._more = asyncio.Event()
-
-    def send(self, message: wire.FromAgent) -> None:
-        """Queue a message; who does not read loses its connection."""
-        data = wire.frame(message)
-        self._backlog += len(data)
-        if self._backlog > BACKLOG_BYTES_MAX:
-            self.slow = True
-            with contextlib.suppress(OSError):  # it has ended
-                self.sock.shutdown(socket.SHUT_RDWR)  # closed, it would wake nobody
-            return
-        self._out.append(data)
-        self._more.set()
-
-    async def write(self) -> None:
-        """Sends what is queued, until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._more.wait()
-            self._more.clear()
-            while self._out:
-                data = self._out.popleft()
-                await loop.sock_sendall(self.sock, data)
-                self._backlog -= len(data)
+    listen: tuple[str, int] | None = None  # of its pages; what it holds is announced beside them
+    events_port: int = 0  # and at the next one it can be asked for again; 0: at free ones
+    prefill_tokens_per_s: float = 8000.0
+    infiniband: Path = INFINIBAND
 
 
 class NodeAgent:
@@ -138,11 +95,13 @@ class NodeAgent:
         sizes = {Tier.DRAM: settings.dram_bytes}
         if settings.disk is not None:
             try:
-                self._disk = DiskStore(settings.disk, settings.disk_bytes)
+                self._disk = DiskStore(
+                    settings.disk, settings.disk_bytes, codec=settings.disk_codec
+                )
             except BaseException:
                 self._arena.close()
                 raise
-            sizes[Tier.DISK] = int(settings.disk_bytes * _ROUNDING)
+            sizes[Tier.DISK] = int(self._disk.size_bytes * _ROUNDING)
         ledgers = {
             tier: Ledger(Limits(size), make_policy(settings.policy, tier))
             for tier, size in sizes.items()
@@ -150,37 +109,97 @@ class NodeAgent:
         self._core = Agent(ledgers, settings.agent)
         self._driver: Driver | None = None
         self._listener: socket.socket | None = None
+        self._shared: dict[Place, Shared] = {}
+        try:
+            self._shared = opened(settings.shared, settings.secret, self._arena, self._lost)
+        except BaseException:
+            self._close()
+            raise
         self._peers: dict[str, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = 0
+        self._closing = False  # our memory outlives us as long as an engine maps it
+        self.front = Front(
+            held=self._core.held,
+            engines=self._served,
+            status=self.status,
+            problems=self._problems,
+            ports=lambda: read_ports(settings.infiniband),
+        )
 
     async def __aenter__(self) -> NodeAgent:
-        self._driver = Driver(self._core, self._arena, self._dram, self._disk, ready=self._ready)
+        if self.settings.listen is not None:
+            try:
+                where = self.settings.listen
+                await self.front.start(self._life(), *where, self.settings.events_port)
+            except BaseException:
+                self._close()
+                raise
+        self._driver = Driver(
+            self._core,
+            self._arena,
+            self._dram,
+            self._disk,
+            self._shared,
+            ready=self._ready,
+            announce=self.front.announce,
+        )
+        self._pages = Pages(
+            self._ring,
+            self._core,
+            self._driver,
+            send=self._ready,
+            seek_s=self.settings.shared.seek_s,
+        )
+        given = {Tier.DRAM: self.settings.dram_bytes}
+        if self._disk is not None:
+            given[Tier.DISK] = self.settings.disk_bytes
+        self.errands = Errands(
+            self._core,
+            self._driver,
+            self._ring,
+            members=self._members,
+            tiers=self._tiers,
+            given=given,
+        )
+        self.front.pulls = Pulls(self._ring, self.errands, self._core, self._life())
         self.counts["found"] = self._driver.found()
         try:
-            self._listener = _listen(self.settings.path)
+            self._listener = listen(self.settings.path)
+            self._driver.ways.serve(self._dram, self.settings.shared, self.settings.secret)
         except BaseException:
+            await self.front.close()
             self._close()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.errands.close()
+        await self.front.close()
         self._close()
 
     def _close(self) -> None:
         if self._listener is not None:
-            self._listener.close()
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # first: once it is closed, it may be another's
                 self.settings.path.unlink()
+            self._listener.close()
         if self._driver is not None:
             self._driver.close()
+        for store in self._shared.values():
+            store.close()
         if self._disk is not None:
             self._disk.close()
         # The dram store is not emptied: engines may still copy what they were promised.
         self._arena.close()
+
+    def _lost(self, place: Place) -> None:
+        """A shared store has lost all that it held (from any thread)."""
+        if self._driver is not None:
+            self._driver.ways.lost(place)
 
     @property
     def driver(self) -> Driver:
@@ -193,7 +212,12 @@ class NodeAgent:
         assert self._listener is not None, "not started"
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(self._listener)
+            try:
+                sock, _ = await loop.sock_accept(self._listener)
+            except OSError:  # no descriptor is left, say
+                self.counts["accept_failed"] += 1
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
             if len(self._tasks) >= CONNECTIONS_MAX:
                 self.counts["connections_refused"] += 1
                 sock.close()
@@ -202,6 +226,8 @@ class NodeAgent:
             task = loop.create_task(self._connection(Peer(sock)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            # It may be cancelled before its first step, or within its last ones.
+            task.add_done_callback(partial(_closed, sock))
 
     # -- connections ----------------------------------------------------------------------------
 
@@ -210,8 +236,12 @@ class NodeAgent:
         writer = loop.create_task(peer.write())
         frames = wire.Frames()
         try:
-            while data := await loop.sock_recv(peer.sock, 1 << 18):
-                for body in frames.add(data):
+            while True:
+                with frames.room() as room:
+                    count = await loop.sock_recv_into(peer.sock, room)
+                if not count:
+                    break
+                for body in frames.came(count):
                     self._take(peer, wire.from_engine(body))
         except EngineError as error:
             self.counts["bad_messages"] += 1
@@ -224,11 +254,12 @@ class NodeAgent:
                 self.counts["connections_slow"] += 1
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
-            alive = _process_of(peer.sock) if peer.name and not peer.bye else None
+            waits = peer.name and not peer.bye and not self._closing
+            alive = process_of(peer.sock) if waits else None
             peer.sock.close()
             try:
                 if alive is not None:
-                    await _ended(alive)
+                    await ended(alive)
             finally:
                 if peer.name:
                     del self._peers[peer.name]
@@ -243,6 +274,8 @@ class NodeAgent:
                 self._welcome(peer, wire.Welcome(self._life()))
             case wire.AskStatus():
                 peer.send(wire.Status(msgspec.json.encode(self.status())))
+            case wire.Errand() | wire.Recall() | wire.Resize() | wire.Drain():
+                self.errands.take(message, peer.send)
             case _ if peer.member is None:
                 raise EngineError("say hello first")
             case wire.Want():
@@ -250,8 +283,14 @@ class NodeAgent:
             case wire.Filled():
                 peer.send(self._filled(peer, message))
             case wire.Saved(op, sums):
+                if any(len(checksum) > SUM_BYTES for _, checksum in sums):
+                    raise EngineError(f"checksums have {SUM_BYTES} bytes")
                 read = {name: checksum_int(checksum) for name, checksum in sums}
                 self.driver.saved(peer.name, op, read)
+            case wire.Look() | wire.Take() | wire.Give():
+                answer = self._pages.answer(peer.name, peer.member, message)
+                if answer is not None:
+                    peer.send(answer)
             case wire.Cancel(request):
                 self.driver.tell(words.Cancel(peer.name, request))
             case wire.Release(request, used):
@@ -260,6 +299,7 @@ class NodeAgent:
                 peer.bye = True
             case wire.End(request):
                 peer.prompts.pop(request, None)
+                self.driver.tell(words.Cancel(peer.name, request))
                 self.driver.loads.release(peer.name, request, used=False)
 
     def _life(self) -> str:
@@ -269,22 +309,33 @@ class NodeAgent:
         _check_version(hello.version)
         if peer.member is not None:
             raise EngineError("hello was said already")
-        member = _member(hello)
-        for other in self._peers.values():
-            if other.member is None or not set(other.member.names) & set(member.names):
-                continue
-            if reasons := why_not(member, other.member):
-                self.counts["refused"] += 1
-                raise EngineError(f"not with {other.name}: {'; '.join(reasons)}")
+        member = member_of(hello)
+        if self.settings.agent.spacing is not None:
+            try:
+                self.settings.agent.spacing.positions(member.layout.grid_tokens, 0, 0)
+            except ConfigError as error:
+                raise EngineError(f"--points: {error}") from error
         self._number += 1
         peer.name = f"{hello.name or 'engine'}#{self._number}"
+        self._tell_apart(peer.name, member)
         peer.member = member
         self._peers[peer.name] = peer
         layout, digest = member.layout, member.fingerprint.digest()
         self.driver.loads.engines[peer.name] = Engine(digest, layout.grid_tokens)
-        self.driver.tell(words.Attach(peer.name, layout, digest))
-        welcome = wire.Welcome(self._life(), layout.grid_tokens, wire.parts_of(layout))
+        minimal = bool(layout.minimal_on)
+        rate = self.settings.prefill_tokens_per_s
+        self.driver.tell(words.Attach(peer.name, layout, digest, minimal, rate))
+        parts = wire.parts_of(layout, hello.ranks)
+        welcome = wire.Welcome(self._life(), layout.grid_tokens, parts, minimal)
         self._welcome(peer, welcome)
+
+    def _tell_apart(self, name: str, member: Member) -> None:
+        """Say so, where it serves a name that another engine serves from other state."""
+        for other, theirs in self._members().items():
+            if set(theirs.names) & set(member.names) and (reasons := why_not(member, theirs)):
+                self.counts["not_shared"] += 1
+                log.warning("%s shares nothing with %s: %s", name, other, "; ".join(reasons))
+                return
 
     def _welcome(self, peer: Peer, welcome: wire.Welcome) -> None:
         """With the arena's descriptor; nothing was sent before, so it fits."""
@@ -296,8 +347,9 @@ class NodeAgent:
     # -- requests -------------------------------------------------------------------------------
 
     def _want(self, peer: Peer, member: Member, want: wire.Want) -> None:
-        scope = Scope("tenant", want.scope) if want.scope else PUBLIC
-        root = self._ring.root(member.fingerprint.digest(), scope, want.adapter)
+        scope = tenant_scope(want.scope)
+        fingerprint = self.driver.loads.engines[peer.name].fingerprint
+        root = self._ring.root(fingerprint, scope, want.adapter)
         prompt = Prompt(self._ring, root, member.layout.grid_tokens, want.scope)
         prompt.extend(want.tokens)
         peer.prompts[want.request] = prompt
@@ -313,17 +365,39 @@ class NodeAgent:
             want.deadline_s,
             prompt.tenant,
         )
+        self._seek(peer, fingerprint, ask)
+
+    def _seek(self, peer: Peer, fingerprint: bytes, ask: words.Ask) -> None:
+        """Look in shared tiers for what goes on where the node's own end."""
+        driver, loop = self.driver, asyncio.get_running_loop()
         offer = self._core.offer(ask)
+        tokens = max(offer.tokens, ask.local_tokens)
+        beyond = self._core.unknown(ask, tokens) if driver.ways.any else []
+        prompt, began = peer.prompts[ask.request], loop.time()
+
+        def found() -> None:
+            left_s = ask.deadline_s - (loop.time() - began)
+            if peer.prompts.get(ask.request) is prompt and peer.name in self._peers:
+                left = msgspec.structs.replace(ask, deadline_s=left_s)
+                self._fetch(peer, left, self._core.offer(left))
+            else:  # it ended meanwhile
+                peer.send(wire.Staged(ask.request, ask.local_tokens, why="not wanted any more"))
+
+        limit_s = min(self.settings.shared.seek_s, ask.deadline_s / 2)
+        if not any(beyond) or not driver.ways.seek(beyond, fingerprint, limit_s, found):
+            self._fetch(peer, ask, offer)
+
+    def _fetch(self, peer: Peer, ask: words.Ask, offer: words.Offer) -> None:
         if offer.tokens <= ask.local_tokens:
             self.counts["not_offered"] += 1
-            peer.send(wire.Staged(want.request, ask.local_tokens, why=offer.why))
+            peer.send(wire.Staged(ask.request, ask.local_tokens, why=offer.why))
             return
         self.driver.tell(words.Fetch(ask, offer.tokens))
 
-    def _ready(self, worker: str, staged: wire.Staged) -> None:
+    def _ready(self, worker: str, told: wire.FromAgent) -> None:
         peer = self._peers.get(worker)
         if peer is not None:
-            peer.send(staged)
+            peer.send(told)
 
     def _filled(self, peer: Peer, filled: wire.Filled) -> wire.Orders:
         prompt = peer.prompts.get(filled.request)
@@ -331,6 +405,7 @@ class NodeAgent:
             self.counts["prompt_unknown"] += 1
             return wire.Orders(filled.request, known=False)
         prompt.extend(filled.tokens)
+        prompt_tokens = min(max(filled.prompt_tokens, 0), prompt.count)
         event = words.Filled(
             peer.name,
             filled.request,
@@ -338,17 +413,49 @@ class NodeAgent:
             filled.points,
             tenant=prompt.tenant,
             resumed_tokens=filled.resumed_tokens,
-            prompt_tokens=filled.prompt_tokens,
-            output_tokens=max(0, prompt.count - filled.prompt_tokens),
+            prompt_tokens=prompt_tokens,
+            output_tokens=prompt.count - prompt_tokens,
         )
         return wire.Orders(filled.request, tuple(self.driver.filled(event)))
 
     # -- for readers ----------------------------------------------------------------------------
 
+    def _members(self) -> dict[str, Member]:
+        return {name: p.member for name, p in self._peers.items() if p.member is not None}
+
+    def _tiers(self) -> set[Tier]:
+        own = {Tier.DISK} if self._disk is not None else set()
+        return own | {tier for tier, _ in self._shared if tier is Tier.OBJECT}
+
+    def _served(self) -> dict[str, Served]:
+        return {
+            name: Served(m, self._ring.root(m.fingerprint.digest()).hex())
+            for name, m in self._members().items()
+        }
+
+    def _problems(self) -> dict[str, str]:
+        found = self.driver.ways.problems()
+        if self._core.draining:
+            found["draining"] = "it saves nothing more and ends when its memory is on disk"
+        if self._disk is not None and self._disk.quarantined_bytes:
+            found["quarantined"] = (
+                f"{self._disk.quarantined_bytes} bytes of {self.settings.disk} could not be read or"
+                " written and are not used again before a restart: look at that disk"
+            )
+        return found
+
     def status(self) -> dict[str, object]:
         """What it holds and did."""
         core, driver = self._core, self.driver
-        counts = core.counts + driver.counts + driver.loads.counts + self.counts
+        counts = (
+            core.counts
+            + driver.counts
+            + driver.loads.counts
+            + self.counts
+            + self.front.counts
+            + self.errands.counts
+        )
+        counts += driver.ways.counts
         tiers: dict[str, object] = {}
         for tier, store in ((Tier.DRAM, self._dram), (Tier.DISK, self._disk)):
             if store is not None:
@@ -357,102 +464,34 @@ class NodeAgent:
                     "transport": store.transport,
                     "capacity_bytes": core.ledger(tier).limits.capacity_bytes,
                     "held_bytes": usage.committed_bytes,
+                    "in_use_bytes": usage.in_use_bytes,
+                    "units": usage.entries,
                     "counts": dict(sorted(store.counts.all().items())),
                 }
                 if isinstance(store, DiskStore):
                     shown["quarantined_bytes"] = store.quarantined_bytes
                 tiers[tier.name.lower()] = shown
+        tiers |= driver.ways.status()
         return {
             "arena": self._life(),
+            "listens": self.front.url,
             "engines": {name: list(p.member.names) for name, p in self._peers.items() if p.member},
+            "not_shared": not_shared(self._members()),
             "tiers": tiers,
             "moved_bytes": {f"{k} {t.name.lower()}": n for (k, t), n in core.moved.items()},
             "loaded_tokens": dict(sorted(driver.loads.loaded.items())),
             "counts": dict(sorted(counts.items())),
             "busy": core.busy,
             "staged": driver.loads.held,
+            "errands": self.errands.status(),
+            "draining": core.draining,
         }
 
 
-def _member(hello: wire.Hello) -> Member:
-    """Raises EngineError where the model's state cannot be described."""
-    try:
-        layout = layout_from_config(
-            msgspec.json.decode(hello.config, type=dict[str, object]),
-            engine="vllm",
-            kv_dtype=hello.kv_dtype,
-            block_tokens=hello.block_tokens or None,
-        )
-    except (LayoutError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise EngineError(f"model {hello.model!r}: {error}") from error
-    fingerprint = Fingerprint(
-        model=hello.model,
-        weights_digest=hello.weights_digest,
-        engine=hello.engine,
-        engine_version=hello.engine_version,
-        layout_digest=layout.digest(),
-        block_tokens=layout.grid_tokens,
-        kv_dtype=hello.kv_dtype,
-        hash_algorithm=hello.hash_algorithm,
-    )
-    return Member(hello.names, fingerprint, layout)
+def _closed(sock: socket.socket, _: object) -> None:
+    sock.close()
 
 
 def _check_version(version: int) -> None:
     if version != wire.VERSION:
         raise EngineError(f"it speaks version {version}, this agent {wire.VERSION}")
-
-
-def _listen(path: Path) -> socket.socket:
-    """Raises ConfigError where another agent answers there, or nothing can be made."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.is_socket():
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                try:
-                    probe.connect(str(path))
-                except OSError:
-                    path.unlink()  # its owner is dead
-                else:
-                    raise ConfigError(f"{path}: another agent answers there")
-        before = os.umask(0o177)  # who may connect may read state
-        try:
-            sock.bind(str(path))
-        finally:
-            os.umask(before)
-        sock.listen(64)
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"socket {path}: {error.strerror or error}") from error
-    except ConfigError:
-        sock.close()
-        raise
-    return sock
-
-
-def _process_of(sock: socket.socket) -> int | None:
-    """A descriptor that tells of the other side's end; None: it has ended."""
-    try:
-        found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        return os.pidfd_open(struct.unpack("3i", found)[0])
-    except OSError:
-        return None
-
-
-async def _ended(process: int) -> None:
-    """Waits for the end of a process whose connection is gone: until then it may copy."""
-    loop = asyncio.get_running_loop()
-    done = loop.create_future()
-
-    def ended() -> None:
-        if not done.done():
-            done.set_result(None)
-
-    loop.add_reader(process, ended)
-    try:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(done, GONE_S)
-    finally:
-        loop.remove_reader(process)
-        os.close(process)

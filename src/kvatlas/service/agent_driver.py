@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -19,15 +18,19 @@ from kvatlas.core import agent_values as words
 from kvatlas.core.agent import Agent
 from kvatlas.core.events import Event
 from kvatlas.core.records import Tier
-from kvatlas.core.units import Part, Unit, name_of
+from kvatlas.core.units import Part, Unit
 from kvatlas.dataplane import records
 from kvatlas.dataplane.arena import Arena, Slot
-from kvatlas.dataplane.tiers.base import Piece, Report
+from kvatlas.dataplane.tiers.base import Piece, Report, Shared
 from kvatlas.dataplane.tiers.disk import DiskStore
 from kvatlas.dataplane.tiers.dram import DramStore
 from kvatlas.dataplane.tiers.dram import Unit as Kept
 from kvatlas.service import agent_wire as wire
-from kvatlas.service.agent_loads import Here, Loads
+from kvatlas.service.agent_copies import Copies
+from kvatlas.service.agent_loads import Loads
+from kvatlas.service.agent_shared import Place, Ways
+
+UNANSWERED_MAX = 8  # orders of one engine
 
 
 class Saving(msgspec.Struct, eq=False):
@@ -48,30 +51,36 @@ class Driver:
         arena: Arena,
         dram: DramStore,
         disk: DiskStore | None,
+        shared: Mapping[Place, Shared] | None = None,
         *,
         ready: Callable[[str, wire.Staged], None],
         announce: Callable[[Sequence[Event]], None] = lambda _: None,
         threads: int = 2,
     ) -> None:
         """``ready(worker, staged)`` is told of every load that is over."""
-        self.loads = Loads(
-            arena,
-            dram,
-            disk,
-            post=self._from_thread,
-            done=self._done,
-            ready=ready,
-            threads=threads,
-        )
+        post = self._from_thread
         self.agent = agent
         self.arena = arena
         self.dram = dram
         self.disk = disk
+        self.ways = Ways(shared or {}, tell=self.tell, post=post)
+        self.copies = Copies(
+            dram, disk, self.ways, post=post, done=self._done, expects=agent.expects
+        )
+        self.loads = self.copies.loads = Loads(
+            arena,
+            dram,
+            self.copies.read,
+            post=post,
+            done=self._done,
+            ready=ready,
+            threads=threads,
+        )
         self.counts: Counter[str] = Counter()
         self._announce = announce
         self._loop = asyncio.get_running_loop()
-        self._order = ThreadPoolExecutor(1, "agent-disk")
         self._savings: dict[int, Saving] = {}
+        self._unanswered: dict[int, Saving] = {}  # given up, and their engines may still copy
         self._asking: words.Filled | None = None  # whose engine waits for its orders
         self._orders: list[wire.Order] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -120,15 +129,17 @@ class Driver:
                 case words.Load():
                     self.loads.begin(effect)
                 case words.Copy():
-                    self._copy(effect)
+                    self.copies.begin(effect)
                 case words.Seal():
-                    self._seal(effect)
+                    self.copies.seal(effect)
                 case words.Drop(tier, names):
-                    self._drop(tier, names)
+                    self.copies.drop(tier, names)
                 case words.Stop(op):
                     self._stop(op)
                 case words.Ready(worker, request, tokens):
                     self.loads.say_ready(worker, request, tokens)
+                case words.Lent():
+                    self.ways.lent(effect)
                 case words.Announce(events):
                     self._announce(events)
                 case _:
@@ -148,10 +159,15 @@ class Driver:
         self._perform(self.agent.tick(self._loop.time()))
 
     def _done(
-        self, op: int, failed: Iterable[bytes] = (), damaged: Iterable[bytes] = (), error: str = ""
+        self,
+        op: int,
+        failed: Iterable[bytes] = (),
+        damaged: Iterable[bytes] = (),
+        error: str = "",
+        refused: Iterable[bytes] = (),
     ) -> None:
         """The machine hears of it when the effects at hand are performed."""
-        event = words.Done(op, tuple(failed), tuple(damaged), error)
+        event = words.Done(op, tuple(failed), tuple(damaged), error, tuple(refused))
         self._loop.call_soon(self.tell, event)
 
     def _from_thread(self, then: Callable[..., None], *given: object) -> None:
@@ -166,6 +182,11 @@ class Driver:
         if asking is None or (asking.worker, asking.request) != (save.worker, save.request):
             self.counts["save_after_the_step"] += 1  # its blocks may be others' by now
             self._done(save.op, error="the engine has gone on")
+            return
+        late = sum(given_up.save.worker == save.worker for given_up in self._unanswered.values())
+        if late >= UNANSWERED_MAX:
+            self.counts["save_unanswered"] += 1
+            self._done(save.op, error="the engine does not answer")
             return
         rooms: dict[bytes, tuple[Unit, Slot, bytes]] = {}
         pieces = []
@@ -187,6 +208,9 @@ class Driver:
         saving = self._savings.get(op)
         if saving is None or saving.save.worker != worker:
             self.counts["saved_too_late"] += 1
+            given_up = self._unanswered.get(op)
+            if given_up is not None and given_up.save.worker == worker:
+                self._give_back(op)
             return
         del self._savings[op]
         save = saving.save
@@ -207,7 +231,7 @@ class Driver:
         def written(report: Report) -> None:
             self._from_thread(self._written, save.op, failed, report)
 
-        self._to_disk(going, written)
+        self.copies.write(save.tier, going, written)
 
     def _written(self, op: int, failed: list[bytes], report: Report) -> None:
         # A name of another value than ours is no value that we promised: it did not arrive.
@@ -224,149 +248,27 @@ class Driver:
             released=partial(self._from_thread, self.dram.abort, room, slot),
         )
 
-    # -- between tiers --------------------------------------------------------------------------
-
-    def _copy(self, copy: words.Copy) -> None:
-        match copy.source.tier, copy.target:
-            case Tier.DRAM, Tier.DISK if self.disk is not None:
-                self._down(copy)
-            case Tier.DISK, Tier.DRAM if self.disk is not None:
-                self._up(copy)
-            case _:
-                self._done(copy.op, error="there is no such way here")
-
-    def _down(self, copy: words.Copy) -> None:
-        pieces, failed = [], []
-        for unit in copy.source.units:
-            kept = self.dram.pin(unit.name)
-            if kept is None:
-                failed.append(unit.name)
-                continue
-            pieces.append(
-                Piece(
-                    unit.name,
-                    self.arena.view(kept.slot),
-                    kept.checksum,
-                    kept.index,
-                    kept.tenant,
-                    kept.fingerprint,
-                    released=partial(self._from_thread, self.dram.unpin, kept.slot),
-                )
-            )
-
-        def done(report: Report) -> None:
-            bad = (*failed, *report.failed)
-            self._from_thread(self._done, copy.op, bad, report.damaged, report.error)
-
-        self._to_disk(pieces, done)
-
-    def _up(self, copy: words.Copy) -> None:
-        assert self.disk is not None
-        pieces, failed, rooms = [], [], []
-        for unit in copy.source.units:
-            slot = self.dram.reserve(unit.name, unit.size_bytes)
-            entry = self.disk.entry(unit.name)
-            if slot is None or entry is None:
-                failed.append(unit.name)
-                if slot is not None:
-                    self.dram.abort(unit.name, slot)
-                continue
-            here = Here(unit, Tier.DISK, slot, room=unit.name)
-            piece = self.loads.reading(here)
-            piece.tenant, piece.fingerprint = entry.tenant, entry.fingerprint
-            rooms.append((here, piece))
-            pieces.append(piece)
-        if not pieces:
-            self._done(copy.op, failed, error="no room in one piece")
-            return
-
-        def done(report: Report) -> None:
-            self._from_thread(self._came_up, copy.op, rooms, failed, report)
-
-        self.disk.read(pieces, done)
-
-    def _came_up(
-        self,
-        op: int,
-        rooms: Sequence[tuple[Here, Piece]],
-        failed: Sequence[bytes],
-        report: Report,
-    ) -> None:
-        bad = {*report.failed, *report.damaged}
-        for here, piece in rooms:
-            if piece.name in bad:
-                self.loads.let_go((here,))
-                continue
-            tenant, fingerprint = piece.tenant, piece.fingerprint
-            kept = Kept(here.slot, piece.checksum, here.unit.index, tenant, fingerprint)
-            self.dram.commit(piece.name, kept)
-        self._done(op, (*failed, *report.failed), report.damaged, report.error)
-
-    def _seal(self, seal: words.Seal) -> None:
-        """Write resume records, last of all, so that they survive whatever comes."""
-        assert self.disk is not None
-        pieces: list[Piece] = []
-        failed: list[bytes] = []
-        for key in seal.keys:
-            parts = [self.disk.entry(name_of(key, part)) for part in Part]
-            body, point = parts
-            if body is None or point is None:
-                failed.append(name_of(key, Part.POINT))
-                continue
-            record = records.ResumeRecord(
-                key,
-                point.index,
-                tuple(
-                    records.Component(
-                        part, e.name, e.size_bytes, records.checksum_bytes(e.checksum)
-                    )
-                    for part, e in ((Part.BODY, body), (Part.POINT, point))
-                ),
-                tenant=point.tenant,
-                fingerprint=point.fingerprint,
-            )
-            view = memoryview(bytearray(records.pack(record)))
-            name = records.record_name(key)
-            pieces.append(
-                Piece(name, view, 0, point.index, point.tenant, point.fingerprint, lasting=True)
-            )
-
-        def done(report: Report) -> None:
-            bad = [name_of(n[:-1], Part.POINT) for n in (*report.failed, *report.damaged)]
-            self._from_thread(self._done, seal.op, (*failed, *bad), (), report.error)
-
-        self._to_disk(pieces, done)
-
-    def _to_disk(self, pieces: list[Piece], done: Callable[[Report], None]) -> None:
-        """In one order with what is deleted there."""
-        assert self.disk is not None
-        if pieces:
-            self._order.submit(self.disk.write, pieces, done)
-        else:
-            done(Report())
-
     # -- ends -----------------------------------------------------------------------------------
 
-    def _drop(self, tier: Tier, names: Sequence[bytes]) -> None:
-        if tier is Tier.DRAM:
-            self.dram.delete(names)
-        elif tier is Tier.DISK and self.disk is not None:
-            points = [name for name in names if name[-1] == Part.POINT]
-            sealed = [records.record_name(name[:-1]) for name in points]
-            self._order.submit(self.disk.delete, [*sealed, *names])
-
     def _stop(self, op: int) -> None:
-        """Loads end when their parts do; copies by the deadline of their store."""
+        """Loads end when their parts do; copies by the deadline of their store. A save is over at
+        once, but its room is nobody else's before the engine answers or is gone: a copy that was
+        held up would go on in what others have there by then."""
         self.loads.stop(op)
         if (saving := self._savings.pop(op, None)) is not None:
-            for _, slot, room in saving.rooms.values():
-                self.dram.abort(room, slot)
+            self._unanswered[op] = saving
             self._done(op, error="stopped")
+
+    def _give_back(self, op: int) -> None:
+        for _, slot, room in self._unanswered.pop(op).rooms.values():
+            self.dram.abort(room, slot)
 
     def gone(self, worker: str) -> None:
         """An engine's process has ended: nothing of it reads or writes any more."""
         self.tell(words.Detach(worker))
         self.loads.gone(worker)
+        for op in [n for n, saving in self._unanswered.items() if saving.save.worker == worker]:
+            self._give_back(op)
 
     def close(self) -> None:
         """Ends everything; stores are the caller's to close after it."""
@@ -374,4 +276,5 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
         self.loads.close()
-        self._order.shutdown(wait=True)
+        self.copies.close()
+        self.ways.close()

@@ -1,10 +1,16 @@
-"""Loads: all of one is brought into the arena, verified and held before its engine hears of it."""
+"""Loads of a node's agent: what an engine is going to read, brought to the arena and verified.
+
+An engine hears of a load only when all of it is in slots that are pinned or reserved, with
+checksums that were just seen right: nothing that it was promised can fail. What several requests
+want at once is fetched once.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -13,9 +19,9 @@ from kvatlas.core import agent_values as words
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Part, Unit
 from kvatlas.dataplane.arena import Arena, Slot
-from kvatlas.dataplane.tiers.base import Piece, Report, checksum_of
-from kvatlas.dataplane.tiers.disk import DiskStore
+from kvatlas.dataplane.tiers.base import Finish, Piece, Report, checksum_of
 from kvatlas.dataplane.tiers.dram import DramStore
+from kvatlas.dataplane.tiers.dram import Unit as Kept
 from kvatlas.service import agent_wire as wire
 
 _STAGING = b"\xff"  # after a unit's name: room that no ledger knows of
@@ -30,7 +36,8 @@ class Engine(msgspec.Struct, frozen=True):
 
 class Here(msgspec.Struct, eq=False):
     """A unit of a load in the arena. ``room``: under which it is reserved, where it is read from
-    elsewhere; else it is pinned. ``touched``: a store may still write to it."""
+    elsewhere by ``piece``; else it is pinned. ``users``: loads that it is for. ``touched``: a store
+    may still write to it."""
 
     unit: Unit
     tier: Tier
@@ -38,8 +45,17 @@ class Here(msgspec.Struct, eq=False):
     checksum: int = 0
     room: bytes = b""
     bad: str = ""
+    piece: Piece | None = None
+    reading: Reading | None = None
+    users: int = 1
     touched: bool = False
     dropped: bool = False
+
+
+class Reading(msgspec.Struct, eq=False):
+    """One read of a store that is on its way, and the loads that wait for it."""
+
+    stagings: list[Staging]
 
 
 class Staging(msgspec.Struct, eq=False):
@@ -50,6 +66,7 @@ class Staging(msgspec.Struct, eq=False):
     waiting: int
     failed: list[bytes]
     damaged: list[bytes]
+    refused: list[bytes]
     stopped: bool = False
 
 
@@ -57,9 +74,21 @@ class End(Protocol):
     """Tells the machine that an operation is over."""
 
     def __call__(
-        self, op: int, failed: Iterable[bytes] = (), damaged: Iterable[bytes] = (), error: str = ""
+        self,
+        op: int,
+        failed: Iterable[bytes] = (),
+        damaged: Iterable[bytes] = (),
+        error: str = "",
+        refused: Iterable[bytes] = (),
     ) -> None:
         """As `core.agent_values.Done`."""
+
+
+class Read(Protocol):
+    """Reads from a store; False: there is none, or it does not answer now."""
+
+    def __call__(self, tier: Tier, node: str, pieces: Sequence[Piece], done: Finish) -> bool:
+        """``done`` is called from any thread."""
 
 
 class Loads:
@@ -69,72 +98,64 @@ class Loads:
         self,
         arena: Arena,
         dram: DramStore,
-        disk: DiskStore | None,
+        read: Read,
         *,
         post: Callable[..., None],
         done: End,
         ready: Callable[[str, wire.Staged], None],
         threads: int,
     ) -> None:
-        """``post`` calls something in the loop's thread; ``ready`` is told of every end."""
+        """``read``: from tiers other than dram. ``post`` calls something in the loop's thread;
+        ``ready`` is told of every end."""
         self.arena = arena
         self.dram = dram
-        self.disk = disk
         self.engines: dict[str, Engine] = {}
         self.counts: Counter[str] = Counter()
         self.loaded: Counter[str] = Counter()  # tokens that engines loaded, by tier
         self._from_thread = post
+        self._read = read
         self._done = done
         self._ready = ready
+        self._threads = threads
         self._sums = ThreadPoolExecutor(threads, "agent-sums")
         self._stagings: dict[int, Staging] = {}
         self._over: dict[tuple[str, str], Staging] = {}  # done, and `Ready` is about to come
         # What engines may read, and how many tokens it is from each tier.
         self._held: dict[tuple[str, str], tuple[Sequence[Here], Counter[str]]] = {}
+        self._fetched: dict[bytes, Here] = {}  # units from elsewhere, on their way or held
         self._number = 0
 
     def begin(self, load: words.Load) -> None:
         """Bring everything to where the engine can copy it from, and verify it there."""
-        staging = Staging(load, [], 0, [], [])
+        staging = Staging(load, [], 1, [], [], [])  # one for this call itself
         self._stagings[load.op] = staging
         fingerprint = self.engines[load.worker].fingerprint
-        far: dict[Tier, list[Piece]] = {}
+        near: list[Here] = []
         for source in load.sources:
-            for unit in source.units:
-                if source.tier is Tier.DRAM:
-                    self._pin(staging, unit, fingerprint)
-                elif source.tier is Tier.DISK and self.disk is not None:
-                    room = self.room_name(unit.name)
-                    slot = self.dram.reserve(room, unit.size_bytes)
-                    if slot is None:
-                        self.counts["staging_full"] += 1
-                        staging.failed.append(unit.name)
-                        continue
-                    here = Here(unit, source.tier, slot, room=room)
-                    staging.here.append(here)
-                    piece = self.reading(here)
-                    piece.fingerprint = fingerprint
-                    far.setdefault(source.tier, []).append(piece)
-                else:
-                    staging.failed.append(unit.name)
-        near = [h for h in staging.here if not h.room]
-        staging.waiting = len(far) + bool(near)
-        if near:
-            self._sums.submit(self._verify, staging, near)
-        for pieces in far.values():
-            self._read(staging, pieces)
-        if not staging.waiting:
-            self._staged(staging)
+            if source.tier is Tier.DRAM:
+                near += self._pinned(staging, source.units, fingerprint)
+            else:
+                self._fetch(staging, source, fingerprint)
+        for share in filter(None, (near[n :: self._threads] for n in range(self._threads))):
+            staging.waiting += 1
+            self._sums.submit(self._verify, staging, share)
+        self._arrived(staging, (), ())
 
-    def _pin(self, staging: Staging, unit: Unit, fingerprint: bytes) -> None:
-        kept = self.dram.pin(unit.name)
-        if kept is None:
-            staging.failed.append(unit.name)
-            return
-        here = Here(unit, Tier.DRAM, kept.slot, kept.checksum)
-        if kept.slot.size_bytes != unit.size_bytes or kept.fingerprint != fingerprint:
-            here.bad = "another unit"
-        staging.here.append(here)
+    # -- what lies in dram ----------------------------------------------------------------------
+
+    def _pinned(
+        self, staging: Staging, units: Iterable[Unit], fingerprint: bytes
+    ) -> Iterable[Here]:
+        for unit in units:
+            kept = self.dram.pin(unit.name)
+            if kept is None:
+                staging.failed.append(unit.name)
+                continue
+            here = Here(unit, Tier.DRAM, kept.slot, kept.checksum)
+            if kept.slot.size_bytes != unit.size_bytes or kept.fingerprint != fingerprint:
+                here.bad = "another unit"
+            staging.here.append(here)
+            yield here
 
     def _verify(self, staging: Staging, pieces: Sequence[Here]) -> None:
         """In a thread: find those whose bytes are not what was saved."""
@@ -142,36 +163,92 @@ class Loads:
         for here in pieces:
             if here.bad or checksum_of(self.arena.view(here.slot)) != here.checksum:
                 wrong.append(here.unit.name)
-        self._from_thread(self._arrived, staging, Report((), tuple(wrong)))
+        self._from_thread(self._arrived, staging, (), tuple(wrong))
 
-    def reading(self, here: Here) -> Piece:
-        """A read into its room, which is nobody else's as long as the store may write to it."""
+    # -- what lies elsewhere --------------------------------------------------------------------
+
+    def _fetch(self, staging: Staging, source: words.Source, fingerprint: bytes) -> None:
+        """Read it, or wait for what others read already."""
+        reading = Reading([staging])
+        mine: list[Here] = []
+        for unit in source.units:
+            there = self._fetched.get(unit.name)
+            if there is not None and there.piece is not None:
+                if there.piece.fingerprint != fingerprint or there.unit != unit:
+                    staging.refused.append(unit.name)
+                    continue
+                there.users += 1
+                staging.here.append(there)
+                other = there.reading
+                if other is not None and staging not in other.stagings:
+                    other.stagings.append(staging)
+                    staging.waiting += 1
+                continue
+            room = self.room_name(unit.name)
+            slot = self.dram.reserve(room, unit.size_bytes)
+            if slot is None:
+                self.counts["staging_full"] += 1
+                staging.refused.append(unit.name)
+                continue
+            here = Here(unit, source.tier, slot, room=room, reading=reading)
+            self.piece_of(here).fingerprint = fingerprint
+            self._fetched[unit.name] = here
+            staging.here.append(here)
+            mine.append(here)
+        if not mine:
+            return
+        staging.waiting += 1
+        pieces = [here.piece for here in mine if here.piece is not None]
+        ended = partial(self._from_thread, self._came, reading, mine)
+        if not self._read(source.tier, source.node, pieces, ended):
+            for here in mine:
+                here.touched, here.reading = False, None
+                del self._fetched[here.unit.name]
+                staging.refused.append(here.unit.name)
+            self._arrived(staging, (), ())
+
+    def piece_of(self, here: Here) -> Piece:
+        """To read into its room, which is nobody else's as long as the store may write to it."""
         here.touched = True
-
-        def released() -> None:
-            self._from_thread(self._untouched, here)
-
-        return Piece(here.unit.name, self.arena.view(here.slot), released=released)
+        released = partial(self._from_thread, self._untouched, here)
+        here.piece = Piece(here.unit.name, self.arena.view(here.slot), released=released)
+        return here.piece
 
     def _untouched(self, here: Here) -> None:
         here.touched = False
         if here.dropped:
             self.dram.abort(here.room, here.slot)
 
-    def _read(self, staging: Staging, pieces: list[Piece]) -> None:
-        assert self.disk is not None
+    def _came(self, reading: Reading, mine: Iterable[Here], report: Report) -> None:
+        bad = {*report.failed, *report.damaged}
+        for here in mine:
+            here.reading = None
+            if here.unit.name in bad and self._fetched.get(here.unit.name) is here:
+                del self._fetched[here.unit.name]
+        for staging in reading.stagings:
+            self._arrived(staging, report.failed, report.damaged)
 
-        def done(report: Report) -> None:
-            self._from_thread(self._arrived, staging, report)
-
-        self.disk.read(pieces, done)
-
-    def _arrived(self, staging: Staging, report: Report) -> None:
-        staging.failed += report.failed
-        staging.damaged += report.damaged
+    def _arrived(self, staging: Staging, failed: Iterable[bytes], damaged: Iterable[bytes]) -> None:
+        names = {here.unit.name for here in staging.here}
+        staging.failed += [name for name in failed if name in names]
+        staging.damaged += [name for name in damaged if name in names]
         staging.waiting -= 1
         if not staging.waiting:
             self._staged(staging)
+
+    def adopt(self, unit: Unit) -> bool:
+        """What was fetched for an engine stays in dram as a unit; False: it is not here."""
+        here = self._fetched.get(unit.name)
+        if here is None or here.reading is not None or here.piece is None or not here.room:
+            return False
+        piece = here.piece
+        kept = Kept(here.slot, piece.checksum, unit.index, piece.tenant, piece.fingerprint)
+        if here.touched or not self.dram.adopt(here.room, unit.name, kept):
+            return False
+        here.room = b""  # pinned from now on
+        return True
+
+    # -- ends -----------------------------------------------------------------------------------
 
     def _staged(self, staging: Staging) -> None:
         """All is here that will come: the machine says how far that reaches."""
@@ -184,7 +261,7 @@ class Loads:
         if name in self._over:
             self.let_go(self._over.pop(name).here)
         self._over[name] = staging
-        self._done(staging.load.op, staging.failed, staging.damaged)
+        self._done(staging.load.op, staging.failed, staging.damaged, "", staging.refused)
 
     def say_ready(self, worker: str, request: str, tokens: int) -> None:
         """Tell the engine; what it is not going to read is let go of."""
@@ -196,17 +273,18 @@ class Loads:
             self._ready(worker, wire.Staged(request, tokens, why="not loaded"))
             return
         load = staging.load
-        if tokens <= load.start:
+        each = load.end == load.start  # a `Take`: every unit counts for itself
+        if tokens <= load.start and not each:
             self.let_go(staging.here)
             self._ready(worker, wire.Staged(request, tokens, why="damaged or gone"))
             return
         grid = self.engines[worker].grid_tokens
-        bad = {*staging.failed, *staging.damaged}
+        bad = {*staging.failed, *staging.damaged, *staging.refused}
         mine: list[Here] = []
         rest: list[Here] = []
         for here in staging.here:
             end = (here.unit.index + 1) * grid
-            fits = here.unit.name not in bad and end <= tokens
+            fits = here.unit.name not in bad and (each or end <= tokens)
             (mine if fits else rest).append(here)
         self.let_go(rest)
         tiers: Counter[str] = Counter()
@@ -225,7 +303,13 @@ class Loads:
             self.loaded[tier if used else f"{tier}_unused"] += tokens
 
     def let_go(self, pieces: Iterable[Here]) -> None:
+        """One of those that they are for does not need them any more."""
         for here in pieces:
+            here.users -= 1
+            if here.users:
+                continue
+            if self._fetched.get(here.unit.name) is here:
+                del self._fetched[here.unit.name]
             if not here.room:
                 self.dram.unpin(here.slot)
             elif here.touched:

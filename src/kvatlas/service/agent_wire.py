@@ -16,7 +16,9 @@ from kvatlas.dataplane.arena import Slot
 from kvatlas.errors import EngineError
 
 VERSION = 1
+READ_BYTES = 1 << 20  # what is received at once
 FRAME_BYTES_MAX = 32 << 20  # token ids of eight million tokens
+HASH_BYTES = 32  # of a page's name in engines that name them
 _HEAD = struct.Struct("<I")
 
 
@@ -36,8 +38,9 @@ class PartInfo(msgspec.Struct, frozen=True, array_like=True):
     least_blocks: int | None
 
 
-def parts_of(layout: Layout) -> tuple[PartInfo, ...]:
-    """All components that lie in blocks of a group."""
+def parts_of(layout: Layout, ranks: int = 1) -> tuple[PartInfo, ...]:
+    """All components that lie in blocks of a group, with their pages as one of ``ranks`` holds
+    them, between which the heads are cut."""
     groups = {g.name: g for g in layout.groups}
     return tuple(
         PartInfo(
@@ -45,7 +48,7 @@ def parts_of(layout: Layout) -> tuple[PartInfo, ...]:
             groups[c.group].kind,
             groups[c.group].window_tokens,
             c.block_tokens,
-            c.stored_block_bytes // c.layers,
+            c.stored_block_bytes // c.layers // max(ranks, 1),
             c.window_blocks(),
             c.window_blocks(minimal=True),
         )
@@ -63,6 +66,17 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     slot: Slot
 
 
+class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A pool of an engine with pages of its own: ``page_bytes`` of every page or, where only the
+    last pages before a resume position count, of a ``trailing`` one. ``form``: how the bytes lie,
+    and whose share of them it is."""
+
+    name: str
+    form: str
+    page_bytes: int
+    trailing: bool
+
+
 # -- from the engine ----------------------------------------------------------------------------
 
 
@@ -70,6 +84,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """An engine, and all that must agree before it may use state of others.
 
     ``config``: the model's config.json as text. ``block_tokens`` 0: the engine chooses by layer.
+    ``device``: as its kernels see it, "" unknown. ``ranks``: between which
+    the heads are cut. ``variant`` as in `core.keys.Fingerprint`.
+    ``pools``: of an engine that names its pages itself, and says `Look`, `Take` and `Give`; what
+    it keeps of a page in them, one after the other, is a body, or a point of trailing ones.
     """
 
     version: int
@@ -83,6 +101,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     weights_digest: str = ""
     hash_algorithm: str = ""
     name: str = ""
+    pools: tuple[PoolInfo, ...] = ()
+    device: str = ""
+    ranks: int = 1
+    variant: str = ""
 
 
 class Map(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -135,6 +157,40 @@ class Filled(msgspec.Struct, frozen=True, tag=True, array_like=True):
     prompt_tokens: int
 
 
+class Look(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Which pages of a prompt are there, from page ``first`` on? Answered by `Present`.
+
+    ``hashes``: names of its pages from the start on, `HASH_BYTES` each. ``each``: every page counts
+    by itself, and holes end nothing: `points` are then those of pages that are there.
+    """
+
+    request: str
+    hashes: bytes
+    first: int
+    each: bool = False
+
+
+class Take(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Make these pages ready, those in trailing pools or those in the others. Answered by `Staged`
+    of no tokens, always and once: its pieces are those that are there."""
+
+    request: str
+    hashes: bytes
+    first: int
+    points: bool
+    deadline_s: float
+
+
+class Give(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine can copy out the pages from ``first`` on, and at ``points`` (counts of pages) the
+    last page in trailing pools. Answered by `Orders`."""
+
+    request: str
+    hashes: bytes
+    first: int
+    points: tuple[int, ...]
+
+
 class Saved(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """An order was carried out as far as ``sums`` say: name and checksum of what was copied."""
 
@@ -156,15 +212,56 @@ class AskStatus(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What does the agent hold and do?"""
 
 
+# -- from people and controllers: answered by `Status`, or `Refused` ------------------------------
+
+
+class Errand(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Move or keep what is held of a prompt. ``what``: "pull" (up to dram), "push" (to ``tier``),
+    "pin" (for ``hold_s``), or "where" it lies, which changes nothing.
+
+    The prompt is told by ``tokens`` (as in `Want`) or by block ``keys``; ``model`` "": that of the
+    engines that are attached. ``name``: by which it is called off; "": one is made.
+    """
+
+    what: str
+    name: str = ""
+    model: str = ""
+    tokens: bytes = b""
+    keys: tuple[bytes, ...] = ()
+    tier: str = ""
+    hold_s: float = 0.0
+    scope: str = ""
+    adapter: str = ""
+
+
+class Recall(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Call an errand off."""
+
+    name: str
+
+
+class Resize(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Another size of a tier of the node's own."""
+
+    tier: str
+    size_bytes: int
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Save nothing more, bring to disk what only dram has, then end."""
+
+
 # -- from the agent -----------------------------------------------------------------------------
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """``arena`` names this life of the agent's memory. ``grid_tokens`` 0: to `Map`."""
+    """``arena`` names this life of the agent's memory. ``grid_tokens`` 0: to `Map`. ``minimal``:
+    points hold only what a resume reads."""
 
     arena: str
     grid_tokens: int = 0
     parts: tuple[PartInfo, ...] = ()
+    minimal: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -182,6 +279,15 @@ class Staged(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pieces: tuple[Piece, ...] = ()
     tiers: tuple[tuple[str, int], ...] = ()
     why: str = ""
+
+
+class Present(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """``pages`` are there in a row; at each of ``points`` (counts of pages from the prompt's start)
+    the last page in trailing pools too. Without such pools every count is one."""
+
+    request: str
+    pages: int
+    points: tuple[int, ...]
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
@@ -205,8 +311,24 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
     json: bytes
 
 
-FromEngine = Hello | Map | Want | Cancel | Release | Filled | Saved | End | Bye | AskStatus
-FromAgent = Welcome | Refused | Staged | Orders | Status
+FromOperator = Errand | Recall | Resize | Drain
+FromEngine = (
+    FromOperator
+    | Hello
+    | Map
+    | Want
+    | Cancel
+    | Release
+    | Filled
+    | Look
+    | Take
+    | Give
+    | Saved
+    | End
+    | Bye
+    | AskStatus
+)
+FromAgent = Welcome | Refused | Staged | Present | Orders | Status
 
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
 _from_agent = msgspec.msgpack.Decoder(FromAgent)
@@ -222,31 +344,60 @@ def frame(message: FromEngine | FromAgent) -> bytes:
 
 
 class Frames:
-    """Cuts what arrives into messages."""
+    """Cuts what arrives into messages, in one piece of memory: pages that are fresh each time cost
+    a long prompt more than its hash."""
 
     def __init__(self) -> None:
-        self._data = bytearray()
+        self._data = bytearray(READ_BYTES)
+        self._end = 0
 
-    def add(self, data: bytes) -> Iterator[bytes]:
-        """Bodies of whole frames. Raises EngineError for one that is too long."""
-        self._data += data
+    def room(self) -> memoryview:
+        """Where to receive more. Release it before `came`."""
+        return memoryview(self._data)[self._end :]
+
+    def came(self, count: int) -> Iterator[memoryview]:
+        """So many bytes did: bodies of whole frames, each gone when the next is asked for. Raises
+        EngineError for one that is too long."""
+        self._end += count
         at = 0
         try:
-            while len(self._data) - at >= _HEAD.size:
+            while self._end - at >= _HEAD.size:
                 (length,) = _HEAD.unpack_from(self._data, at)
                 if length > FRAME_BYTES_MAX:
                     raise EngineError(f"a frame of {length} bytes: at most {FRAME_BYTES_MAX}")
-                end = at + _HEAD.size + length
-                if len(self._data) < end:
+                begin = at + _HEAD.size
+                if self._end < begin + length:
                     return
-                body = bytes(self._data[at + _HEAD.size : end])
-                at = end
-                yield body
+                at = begin + length
+                with memoryview(self._data) as view, view[begin:at] as body:
+                    yield body
         finally:
-            del self._data[:at]
+            self._keep(at)
+
+    def _keep(self, at: int) -> None:
+        """What is of the next frame goes to the front; the room grows as that comes in."""
+        left = self._end - at
+        if at:
+            self._data[:left] = self._data[at : self._end]
+        self._end = left
+        if left == len(self._data):
+            self._data.extend(bytes(left))
+        elif not left and len(self._data) > READ_BYTES:
+            self._data = bytearray(READ_BYTES)
+
+    def add(self, data: bytes) -> Iterator[bytes]:
+        """The same of bytes that were received elsewhere."""
+        rest = memoryview(data)
+        while rest:
+            with self.room() as room:
+                count = min(len(room), len(rest))
+                room[:count] = rest[:count]
+            for body in self.came(count):
+                yield bytes(body)
+            rest = rest[count:]
 
 
-def from_engine(body: bytes) -> FromEngine:
+def from_engine(body: bytes | memoryview) -> FromEngine:
     """Raises EngineError for anything else."""
     try:
         return _from_engine.decode(body)

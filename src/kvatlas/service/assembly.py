@@ -13,29 +13,41 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
-from kvatlas.config import Config, WorkerConfig, read_secret
+import msgspec
+
+from kvatlas.config import Config, RouterConfig, WorkerConfig, read_secret
 from kvatlas.core import sequence
+from kvatlas.core.admission import Rules
 from kvatlas.core.compat import Member, not_shared
 from kvatlas.core.directory import Directory, Limits
 from kvatlas.core.dispatch import Dispatcher, Sweep
-from kvatlas.core.keys import Fingerprint, Keyring
-from kvatlas.core.layout import Layout, drafted
+from kvatlas.core.keys import Keyring
+from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher
-from kvatlas.core.router import Params, Router
+from kvatlas.core.router import BLIND, Params, Router
 from kvatlas.errors import ConfigError, LayoutError, RequestError
+from kvatlas.service.agents import Agents
+from kvatlas.service.ahead import CopiesAhead
 from kvatlas.service.chat_messages import Dialect
 from kvatlas.service.decision_log import DecisionLog, explain
 from kvatlas.service.engines import TIMING, Engines, Timing, Worker
 from kvatlas.service.feed import Feed
 from kvatlas.service.http_client import HttpClient
+from kvatlas.service.identity import (
+    UNKNOWN,
+    configured_layout,
+    entries,
+    fingerprint_of,
+    told_layout,
+)
 from kvatlas.service.inspection import Inspector, sizes
-from kvatlas.service.probe import Description
 from kvatlas.service.recording import Recorder
 from kvatlas.service.steer import Inbound
 from kvatlas.service.steering import Problems, Rank, Steering
 from kvatlas.service.tokens import Tokenizer
+from kvatlas.service.transport_watch import TransportWatch
 from kvatlas.service.verify import Endpoint
-from kvatlas.workload.models import load_config, load_layout
+from kvatlas.workload.profiles import prefill_flops_per_s
 from kvatlas.workload.proofs import Runtime, load_proofs, settled
 
 log = logging.getLogger(__name__)
@@ -55,8 +67,8 @@ class Assembly:
         feed_limits: sequence.Limits = sequence.LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock`` times the decisions. Raises ConfigError for a secret, a tokenizer, a layout or
-        proofs that cannot be used."""
+        """``clock`` times the decisions. Raises ConfigError for a secret, a tokenizer, a layout,
+        proofs or a device that cannot be used."""
         self.config = config
         self._timing = timing
         self._feed_limits = feed_limits
@@ -72,17 +84,24 @@ class Assembly:
                 raise ConfigError(f"directory.proofs: there is no file {file}")
             self._proofs += load_proofs(file)
         for worker in config.worker:
-            _configured_layout(worker)
+            configured_layout(worker)
         self.client = HttpClient()
+        self._keyring = keyring
         self.directory = Directory(keyring, limits)
         self.log = DecisionLog(config.router.explain_max, config.router.decision_log)
         self.tokenizer = self._load_tokenizer()
         params = Params(
             policy=config.router.policy,
             prefill_tokens_per_s=config.router.prefill_tokens_per_s,
+            prefill_flops_per_s=_prior(config.router),
         )
-        self.recorder = _recorder(config, params, limits)
-        self.dispatcher = Dispatcher(self.directory, Router(params), keyring, tap=self.recorder)
+        rules = config.admission
+        self.recorder = _recorder(config, params, limits, rules)
+        self.dispatcher = Dispatcher(
+            self.directory, Router(params), keyring, rules=rules, tap=self.recorder
+        )
+        if self.recorder is not None:
+            self.recorder.keys_of = self.dispatcher.keys
         self._clock = clock
         self.steering = Steering(
             dispatcher=self.dispatcher, log=self.log, tokens=self.tokenizer, clock=clock
@@ -90,37 +109,54 @@ class Assembly:
         self.steering.health_parts.append(self._problems)
         self.steering.health_notes.append(self._notes)
         self.inspector = Inspector(self.steering, self.directory)
+        self.ahead = CopiesAhead(config.ahead, self.dispatcher, keyring, self.client, clock)
+        self.transports = TransportWatch(self.steering.transports, timing)
         self.layout_errors: dict[str, str] = {}
         self.members: dict[str, Member] = {}  # worker → what it computes with
         self.feed: Feed
         self.engines: Engines
+        self.agents: Agents
         self._sync: asyncio.Task[None] | None = None
         self._verify: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to watch the engines, and wait a moment for the first answers."""
+        self.steering.draining = _draining(self.config)
         self.feed = Feed(self.dispatcher, limits=self._feed_limits)
         self.engines = Engines(self.feed, self, self.client, self._timing)
         for worker in self.config.worker:
             self.engines.add(worker)
+        self.agents = Agents(
+            self.feed,
+            self.client,
+            tell=self.steering.tell,
+            ranks=self._ranks,
+            timing=self._timing,
+        )
+        self.ahead.agents = self.agents
+        await self.agents.take(self.config.agent)
         await self.engines.first_look(_FIRST_LOOK_S)
         self._copy_state()
         self._sync = asyncio.create_task(self._keep_in_step(), name="health to router")
 
     async def reload(self, config: Config) -> None:
-        """Take up the workers of another file: new ones are watched, missing ones forgotten.
+        """Take up workers and agents of another file: new ones are watched, missing ones forgotten.
 
-        A worker whose settings changed is removed and added again. Other settings stay.
+        One whose settings changed is removed and added again; one that drains now, or no more,
+        stays. Other settings stay.
         """
         wanted = {worker.name: worker for worker in config.worker}
         for worker in wanted.values():
-            _configured_layout(worker)
+            configured_layout(worker)
+        self.steering.draining = _draining(config)
         for name, known in list(self.engines.workers.items()):
-            if wanted.get(name) != known.config:
+            asked = wanted.get(name)
+            if asked is None or not _same_engine(asked, known.config):
                 await self.engines.remove(name)
         for name, worker in wanted.items():
             if name not in self.engines.workers:
                 self.engines.add(worker)
+        await self.agents.take(config.agent)
 
     async def close(self) -> None:
         """Ends every task and socket."""
@@ -129,6 +165,8 @@ class Assembly:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+        await self.ahead.close()
+        await self.agents.close()
         await self.engines.close()
         await self.feed.close()
         if self.tokenizer is not None:
@@ -146,7 +184,7 @@ class Assembly:
         assert told is not None
         runtime = Runtime(told.engine, told.version, worker.config.device)
         layout, point = settled(self._layout_of(worker), runtime, self._proofs)
-        member = Member(told.models, _fingerprint(worker.config, told, layout), layout)
+        member = Member(told.models, fingerprint_of(worker.config, told, layout), layout)
         self.members[worker.name] = member
         fingerprint = member.fingerprint.digest()
         served = dict.fromkeys(told.models, "")
@@ -162,11 +200,16 @@ class Assembly:
                     layout=layout,
                     fingerprint=fingerprint,
                     headers=header,
-                    entries=_entries(worker),
+                    entries=entries(told),
                     resume_point=point,
+                    member=member,
+                    role=worker.config.role,
+                    pairing=worker.config.pairing,
+                    bootstrap=worker.config.bootstrap.rstrip("/"),
                 )
             )
             self.steering.set_up(publisher, True)
+        self.agents.settle()
         self._verify_tokenizer()
 
     def gone(self, worker: Worker, publishers: Iterable[Publisher]) -> None:
@@ -177,6 +220,10 @@ class Assembly:
         if worker.name not in self.engines.workers:
             self.members.pop(worker.name, None)
 
+    def _ranks(self, name: str) -> list[Publisher]:
+        worker = self.engines.workers.get(name)
+        return worker.publishers() if worker is not None else []
+
     async def _keep_in_step(self) -> None:
         while True:
             self._copy_state()
@@ -184,7 +231,8 @@ class Assembly:
             await asyncio.sleep(self._timing.poll_s / 2)
 
     def _copy_state(self) -> None:
-        """Health and load as polled, to the router."""
+        """Health, load and transfers as polled, to the router."""
+        self.transports.copy(self.engines.workers.values(), self.agents.nodes.values())
         for worker in self.engines.workers.values():
             for publisher in worker.publishers():
                 reached = self.steering.reached(publisher, worker.polled_s)
@@ -199,33 +247,23 @@ class Assembly:
         told = worker.description
         assert told is not None
         draft = worker.config.draft or told.draft
-        configured = _configured_layout(worker.config, draft)
+        configured = configured_layout(worker.config, draft)
         if configured is not None:
             return configured
         try:
-            return self._layout_told(worker.config, told, draft)
+            return told_layout(worker.config, told, draft)
         except LayoutError as error:
             self.layout_errors[worker.name] = (
                 f"its KV layout is not known, so nothing is believed to be cached there: {error}; "
                 "set the worker's layout to a config.json or, for a plain model, its block size"
             )
-            return _UNKNOWN
-
-    def _layout_told(self, config: WorkerConfig, told: Description, draft: bool) -> Layout:
-        if not told.model_path:
-            raise LayoutError("the engine does not tell where its model is")
-        path = Path(told.model_path)
-        model = told.model_path if path.exists() else path.name
-        # DeepSeek V4 reports the step of its hash chain as its block size, not its block.
-        composite = load_config(model).get("model_type") == "deepseek_v4"
-        block = None if composite or not told.block_tokens else told.block_tokens
-        return _layout(model, config, draft, block)
+            return UNKNOWN
 
     # -- tokenizer ------------------------------------------------------------------------------
 
     def _load_tokenizer(self) -> Tokenizer | None:
         config = self.config
-        if config.router.policy != "price":
+        if config.router.policy in BLIND:
             return None
         sglang = all(worker.engine == "sglang" for worker in config.worker)
         dialect: Dialect = "sglang" if sglang else "vllm"
@@ -259,7 +297,10 @@ class Assembly:
         return {
             "/kvatlas/explain/": self.page_explain,
             "/kvatlas/workers": self.page_workers,
+            "/kvatlas/agents": self.page_agents,
+            "/kvatlas/ahead": self.ahead.page,
             "/kvatlas/directory": self.page_directory,
+            "/kvatlas/transports": self.transports.page,
         }
 
     def questions(self) -> dict[str, Callable[[Inbound], Awaitable[object]]]:
@@ -293,6 +334,7 @@ class Assembly:
                         "worker": str(publisher),
                         "url": worker.config.url,
                         "up": worker.up,
+                        "draining": worker.name in self.steering.draining,
                         "error": worker.error,
                         "models": list(told.models) if told else [],
                         "engine": f"{told.engine} {told.version}".strip() if told else "",
@@ -317,6 +359,10 @@ class Assembly:
                 )
         return rows
 
+    async def page_agents(self, _: str) -> object:
+        """GET /kvatlas/agents: what is known of each node's agent."""
+        return self.agents.report(self.directory.shelves)
+
     async def page_directory(self, _: str) -> object:
         """GET /kvatlas/directory: sizes, and who is not believed."""
         return {
@@ -335,14 +381,30 @@ class Assembly:
         return member.fingerprint.digest().hex()[:16] if member else ""
 
     def _notes(self) -> Problems:
-        """Engines that serve one name and may not share what they cache: routed to, each alone."""
-        return {"not_shared": not_shared(self.members)}
+        """Engines that serve one name and may not share what they cache: routed to, each alone.
+        Those that drain. And those whose first prices are not the configured device's."""
+        in_flight = self.steering.in_flight()
+        left = {
+            str(p): f"{count} requests in flight"
+            for p, count in in_flight.items()
+            if p.worker in self.steering.draining
+        }
+        other = "the operations of its model are not known: router.prefill_tokens_per_s counts"
+        priced = self.members.items() if self.config.router.device else ()
+        return {
+            "not_shared": not_shared(self.members),
+            "worker_draining": left,
+            "device_unused": {name: other for name, m in priced if m.layout.compute is None},
+        }
 
     def _problems(self) -> Problems:
         workers = self.engines.workers.values()
         problems: Problems = {
             "engine_down": {w.name: w.error for w in workers if not w.up},
             "layout": dict(self.layout_errors),
+            "agent_down": self.agents.down(),
+            "transport_degraded": self.transports.problems(),
+            "agent_apart": self.agents.strangers(self._members_up(), self._keyring),
             "feed": {w.name: w.error for w in workers if w.up and w.error},
             "undeclared_group": {
                 str(p): "it announces a group that its layout does not have"
@@ -367,6 +429,10 @@ class Assembly:
             problems["tokenizer"] = self._tokenizer_problems(self.tokenizer)
         return problems
 
+    def _members_up(self) -> dict[str, Member]:
+        up = {worker.name for worker in self.engines.up()}
+        return {name: member for name, member in self.members.items() if name in up}
+
     def _tokenizer_problems(self, tokenizer: Tokenizer) -> dict[str, str]:
         state = tokenizer.state()
         found = {}
@@ -380,74 +446,28 @@ class Assembly:
         return found
 
 
-_UNKNOWN = Layout(model="", engine="", kv_dtype="", grid_tokens=1 << 30, components=(), groups=())
+def _draining(config: Config) -> frozenset[str]:
+    return frozenset(worker.name for worker in config.worker if worker.draining)
 
 
-def _configured_layout(worker: WorkerConfig, draft: bool = False) -> Layout | None:
-    if worker.layout == "auto":
-        return None
-    try:
-        return _layout(worker.layout, worker, draft)
-    except LayoutError as error:
-        raise ConfigError(f"worker {worker.name!r}: layout: {error}") from error
+def _same_engine(one: WorkerConfig, other: WorkerConfig) -> bool:
+    return msgspec.structs.replace(one, draining=other.draining) == other
 
 
-def _layout(
-    model: str, worker: WorkerConfig, draft: bool, block_tokens: int | None = None
-) -> Layout:
-    """With its draft where that is described; else such that no promise counts on it."""
+def _recorder(config: Config, params: Params, limits: Limits, rules: Rules) -> Recorder | None:
+    path, max_bytes = config.router.recording, config.router.recording_max_bytes
+    return Recorder(path, max_bytes, params, limits, rules) if path else None
 
-    def load(draft: bool) -> Layout:
-        return load_layout(
-            model,
-            engine="sglang" if worker.engine == "sglang" else "vllm",
-            kv_dtype=worker.kv_dtype,
-            block_tokens=block_tokens,
-            draft=draft,
+
+def _prior(router: RouterConfig) -> float:
+    """FLOP/s of the configured device; 0 where none is named."""
+    if router.device:
+        return prefill_flops_per_s(
+            router.device, router.device_file, router.precision, router.devices
         )
-
-    layout = load(False)
-    if not draft:
-        return layout
-    if model.isdecimal():
-        return drafted(layout)
-    try:
-        return load(True)
-    except LayoutError:
-        return drafted(layout)
-
-
-def _fingerprint(config: WorkerConfig, told: Description, layout: Layout) -> Fingerprint:
-    ranks = config.tensor_parallel or told.tensor_parallel
-    by_head = layout.tensor_parallel != "replicated"
-    return Fingerprint(
-        model=told.model_path or ",".join(told.models),
-        weights_digest=config.weights_digest,
-        engine=told.engine,
-        engine_version=told.version,
-        layout_digest=layout.digest(),
-        block_tokens=layout.grid_tokens,
-        kv_dtype=told.kv_dtype,
-        tensor_parallel=f"{ranks}" if by_head and ranks else "",
-        draft_mode="draft" if config.draft or told.draft else "",
-        hash_algorithm=dict(told.facts).get("prefix_caching_hash_algo", ""),
-    )
-
-
-def _entries(worker: Worker) -> tuple[dict[str, object], ...]:
-    told = worker.description
-    assert told is not None
-    base: dict[str, object] = {"object": "model", "created": 0, "owned_by": told.engine}
-    models = [
-        {"id": name, **base, "max_model_len": told.context_tokens or None} for name in told.models
-    ]
-    adapters = [{"id": a.name, **base, "parent": a.base, "root": a.path} for a in told.adapters]
-    return (*models, *adapters)
-
-
-def _recorder(config: Config, params: Params, limits: Limits) -> Recorder | None:
-    path = config.router.recording
-    return Recorder(path, config.router.recording_max_bytes, params, limits) if path else None
+    if router.device_file:
+        raise ConfigError("router.device_file is given, but no router.device of it")
+    return 0.0
 
 
 def _secret(path: str) -> bytes:

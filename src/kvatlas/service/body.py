@@ -7,7 +7,7 @@ already it recomposes the top level alone, every other value byte for byte as it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -50,6 +50,16 @@ def splice(raw: bytes, body: Mapping[str, object], fields: Mapping[str, object])
     return b"".join((raw[:start], msgspec.json.encode(fields)[1:-1], b",", raw[start:]))
 
 
+def edited(raw: bytes, fields: Mapping[str, object], left_out: Iterable[str] = ()) -> bytes:
+    """``raw`` with its top level recomposed: ``fields`` set, others left out, each value that
+    stays byte for byte as it was."""
+    parts: dict[str, object] = dict(_decode_raw(raw))
+    for name in left_out:
+        parts.pop(name, None)
+    parts.update(fields)
+    return msgspec.json.encode(parts)
+
+
 def with_usage(options: object, raw: bytes) -> object:
     """The stream_options of ``raw`` with include_usage set; its other members as they were."""
     if isinstance(options, dict) and options:
@@ -78,6 +88,22 @@ def without_report(raw: bytes) -> object:
     return {name: value for name, value in extra.items() if name != REPORT_MODE}
 
 
+#: By these the halves of a pair find each other's state: the gateway's alone to say.
+PAIRING_FIELDS = (
+    "kv_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "disagg_prefill_dp_rank",
+)
+
+
+def pairs_itself(body: Mapping[str, object]) -> bool:
+    """Whether a client sets what is the gateway's to say: such fields name hosts and blocks."""
+    return any(name in body for name in PAIRING_FIELDS)
+
+
 #: No prompt or answer has this many tokens: a figure above it would drown all that are true.
 COUNT_MAX = 1 << 31
 
@@ -89,6 +115,11 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int = -1
     cached_tokens: int = -1
     violation: str = ""
+
+    @property
+    def believed(self) -> Usage:
+        """Nothing of what cannot be true."""
+        return Usage() if self.violation else self
 
 
 class Answer(msgspec.Struct):

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from kvatlas.core.ladder import Below, Fallback, Rung
+from kvatlas.core.pairs import HandOff
+from kvatlas.core.promises import regret_s
+from kvatlas.core.rivals import RIVALS
 from kvatlas.core.router import Decision, Plan
 from kvatlas.errors import ConfigError
 from kvatlas.service.steer import Outcome
@@ -20,13 +24,24 @@ log = logging.getLogger(__name__)
 
 
 class Entry(msgspec.Struct):
-    """One request from decision to end. ``confidence``: of engines that do not announce all that
-    a resume needs, by worker, the share of what their events promised that was counted on."""
+    """One request from decision to end. ``fallbacks``: what it left on its way, and at what cost,
+    in order. ``halves``: workers whose plan is one of a pair. ``confidence``: of engines that do
+    not announce all that a resume needs, by worker, the share of what their events promised that
+    was counted on.
+
+    Of an answer whose first token was seen: ``error_s``, how much later it came than predicted, and
+    ``regret_s``, how much sooner the best other plan would have been by its price.
+    """
 
     decision: Decision
     outcome: Outcome | None = None
     tried: list[str] = msgspec.field(default_factory=list)
+    fallbacks: list[Fallback] = msgspec.field(default_factory=list)
+    halves: tuple[str, ...] = ()
     confidence: dict[str, float] = {}
+    error_s: float | None = None
+    regret_s: float | None = None
+    hand_off: HandOff | None = None
 
 
 class DecisionLog:
@@ -58,6 +73,14 @@ class DecisionLog:
     def ended(self, entry: Entry, outcome: Outcome) -> None:
         """Complete an entry and write it out."""
         entry.outcome = outcome
+        _judge(entry, outcome)
+        self._write(entry)
+
+    def refused(self, decision: Decision) -> None:
+        """Keep and write out a decision that comes to nothing."""
+        self._write(self.decided(decision))
+
+    def _write(self, entry: Entry) -> None:
         if self._file is None:
             return
         try:
@@ -82,26 +105,44 @@ class DecisionLog:
             self._file = None
 
 
+def _judge(entry: Entry, outcome: Outcome) -> None:
+    """What really happened against what was predicted. Where load alone decided, nothing was."""
+    plans = entry.decision.plans
+    worker = outcome.prefilled_by or outcome.target.worker  # a pair's plan is its first half's
+    taken = next((p for p in plans if str(p.publisher) == worker), None)
+    if taken is None or outcome.ttft_s < 0 or entry.decision.unkeyed:
+        return
+    entry.error_s = outcome.ttft_s - taken.price.ttft_s
+    others = (plan.price.ttft_s for plan in plans if plan is not taken)
+    entry.regret_s = regret_s(outcome.ttft_s, others)
+
+
 def explain(entry: Entry) -> str:
     """Every candidate with its price and why it lost, as text."""
     decision = entry.decision
     lines = [f"request {decision.id}: {_prompt(decision)}, policy {decision.policy}"]
     if decision.unkeyed:
         lines.append(f"  routed by load alone: {decision.unkeyed}")
+    if decision.ttft_slo_s:
+        lines.append(f"  objective: the first token within {decision.ttft_slo_s:.3f} s")
     if not decision.plans:
         lines.append("  no engine was up that serves this model")
     width = max((len(str(p.publisher)) for p in decision.plans), default=0)
     best = decision.plans[0] if decision.plans else None
+    planned = {str(plan.publisher) for plan in decision.plans}
+    taken = next((worker for worker in reversed(entry.tried) if worker in planned), "")
     for plan in decision.plans:
         price = plan.price
-        mark = "→" if str(plan.publisher) in entry.tried[-1:] else " "
+        mark = "→" if str(plan.publisher) == taken else " "
         lines.append(
             f"{mark} {plan.publisher!s:<{width}}  {price.total_s:8.3f} s ="
             f" wait {price.wait_s:.3f} + load {price.load_s:.3f}"
-            f" + recompute {price.recompute_s:.3f} + crowd {price.crowd_s:.3f}"
+            f" + recompute {price.recompute_s:.3f}{_hand_off(price.hand_off_s)}"
+            f" + crowd {price.crowd_s:.3f}"
             f" + charge {price.charge_s:.3f};"
             f" resumes at {plan.expected_tokens}{_held(plan.resume_tokens, plan.expected_tokens)}"
             f"{_tiers(plan.tier_tokens)}, {plan.in_flight} in flight"
+            f"{'; prefills for a pair' if str(plan.publisher) in entry.halves else ''}"
         )
         share = entry.confidence.get(str(plan.publisher))
         if share is not None:
@@ -126,9 +167,13 @@ def _priced(decision: Decision) -> bool:
 def _reason(decision: Decision, plan: Plan, best: Plan) -> str:
     """Why ``plan`` stands behind ``best``."""
     if not _priced(decision):
+        if decision.policy in RIVALS and not decision.unkeyed:
+            return "later by the policy's rule"
         return "its turn comes later" if decision.policy == "round_robin" else "more loaded"
     if plan.over_share and not best.over_share:
         return "over its fair share"
+    if decision.ttft_slo_s and plan.price.total_s < best.price.total_s:
+        return f"{plan.price.total_s - best.price.total_s:+.3f} s, but it misses the objective"
     return f"{plan.price.total_s - best.price.total_s:+.3f} s"
 
 
@@ -136,6 +181,11 @@ def _prompt(decision: Decision) -> str:
     if decision.prompt_tokens < 0:
         return "prompt of unknown length"
     return f"{decision.prompt_tokens} prompt tokens"
+
+
+def _hand_off(seconds: float) -> str:
+    """Only pairs have one."""
+    return f" + hand-off {seconds:.3f}" if seconds else ""
 
 
 def _held(resume: int, expected: int) -> str:
@@ -150,18 +200,73 @@ def _tiers(tier_tokens: tuple[int, ...]) -> str:
 
 def _outcome(entry: Entry) -> list[str]:
     outcome = entry.outcome
+    lines = [_fallback(fallback) for fallback in entry.fallbacks]
     if outcome is None:
-        return ["  still running"]
+        return [*lines, _refused(entry.decision) or "  still running"]
     cached = "not reported" if outcome.cached_tokens < 0 else f"{outcome.cached_tokens} tokens"
-    lines = [
-        f"  ended with status {outcome.status} on {outcome.target.worker}; engine reused {cached}"
-    ]
-    chosen = next(
-        (p for p in entry.decision.plans if str(p.publisher) == outcome.target.worker), None
-    )
+    worker, first = outcome.target.worker, outcome.prefilled_by
+    reused = f"{first or 'engine'} reused {cached}"
+    lines.append(f"  ended with status {outcome.status} on {worker}; {reused}")
     if outcome.ttft_s >= 0:
-        predicted = f", predicted {chosen.price.ttft_s:.3f} s" if chosen else ""
-        lines.append(f"  first token after {outcome.ttft_s:.3f} s{predicted}")
-    if len(entry.tried) > 1:
-        lines.append(f"  tried in order: {', '.join(entry.tried)}")
+        lines.append(f"  first token after {outcome.ttft_s:.3f} s{_judgement(entry, outcome)}")
+    if first:
+        lines.append(f"  prefilled by {first}, decoded by {worker}")
+    if entry.hand_off is not None and entry.hand_off.took_s is not None:
+        lines.append(_handed_over(entry.hand_off))
     return lines
+
+
+def _refused(decision: Decision) -> str:
+    refusal = decision.refusal
+    if refusal is None:
+        return ""
+    text = f"  refused: {refusal.reason}"
+    if refusal.soonest is not None:
+        text += f": the soonest would be {refusal.soonest}, after {refusal.ttft_s:.3f} s"
+    return f"{text}; to be asked again in {refusal.retry_after_s:.1f} s"
+
+
+_RUNGS: dict[Rung, str] = {
+    "lookup": "the lookup",
+    "remote": "loading from a lower tier on",
+    "pair": "a pair",
+    "prefill": "the prefill half",
+    "decode": "the decode half",
+    "engine": "engine",
+}
+_BELOW: dict[Below, str] = {
+    "by_load": "a choice by load alone",
+    "local": "what the engine held itself",
+    "recompute": "computing all of it",
+    "pair": "another pair",
+    "engine": "one engine",
+    "error": "an error: nobody is left",
+}
+
+
+def _fallback(step: Fallback) -> str:
+    worker = f" {step.worker}" if step.worker else ""
+    below = "an error" if step.reason == "deadline" else _BELOW[step.to]
+    return (
+        f"  fell back from {_RUNGS[step.rung]}{worker} after {step.cost_s:.3f} s"
+        f" ({step.reason}) to {below}"
+    )
+
+
+def _handed_over(one: HandOff) -> str:
+    what = f"{one.size_bytes / 1e6:.1f} MB handed over by {one.prefill}"
+    foreseen = f"foreseen {one.foreseen_s:.3f} ± {one.error_s:.3f} s"
+    return f"  {what}: first token {one.took_s:.3f} s later, {foreseen}"
+
+
+def _judgement(entry: Entry, outcome: Outcome) -> str:
+    if entry.error_s is None or entry.regret_s is None:
+        return ""
+    predicted = f", predicted {outcome.ttft_s - entry.error_s:.3f} s; regret {entry.regret_s:.3f} s"
+    if not entry.regret_s:
+        return f"{predicted}: no other plan was priced sooner"
+    plans = entry.decision.plans
+    worker = outcome.prefilled_by or outcome.target.worker
+    others = [p for p in plans if str(p.publisher) != worker]
+    best = min(others, key=lambda plan: plan.price.ttft_s)
+    return f"{predicted}: {best.publisher} was priced at {best.price.ttft_s:.3f} s"

@@ -18,6 +18,7 @@ import msgspec
 
 from kvatlas.config import WorkerConfig
 from kvatlas.core.records import Publisher
+from kvatlas.core.transports import Moved
 from kvatlas.errors import ConfigError, EngineError
 from kvatlas.service import probe
 from kvatlas.service.feed import Feed
@@ -49,9 +50,12 @@ class Worker(msgspec.Struct):
     error: str = "not asked yet"  # why it is not up, or what is wrong with its feed
     description: Description | None = None
     loads: dict[int, Load] = msgspec.field(default_factory=dict)
+    moved: dict[int, Moved] = msgspec.field(default_factory=dict)  # by rank
+    malformed: int = 0  # figures of its metrics page that were none, over all looks
     asleep: bool = False
     restarts: int = 0
     polled_s: float = -1.0  # last good look, on the event loop's clock
+    asked_s: float = -1.0  # when that look began
     failures: int = 0  # looks in a row
     successes: int = 0
 
@@ -170,6 +174,7 @@ class _Watch:
 
     async def _look(self) -> None:
         timing, worker = self._timing, self._worker
+        asked_s = self._loop.time()
         pulse = await probe.pulse(self._client, worker.config, timing.timeout_s)
         self._compare(pulse)
         now = self._loop.time()
@@ -178,8 +183,10 @@ class _Watch:
             self._describe_at = now + timing.describe_every_s
             self._told(described)
         worker.loads = pulse.loads
+        worker.moved = pulse.moved
+        worker.malformed += pulse.malformed
         worker.asleep = pulse.asleep
-        worker.polled_s = now
+        worker.polled_s, worker.asked_s = now, asked_s
         worker.failures = 0
         worker.successes += 1
         # At the very start one good look is enough; after a failure it takes more.

@@ -3,15 +3,17 @@
 It understands as much of HTTP and of the bodies as it needs to choose an engine, to report errors
 in OpenAI's envelope and to count usage; the bytes themselves it passes on as they are.
 
-Request headers that it knows: ``x-request-id`` (echoed, else generated) and
-``x-kvatlas-cache-salt`` (takes precedence over the body's ``cache_salt`` and is written there).
+Request headers that it knows: ``x-request-id`` (echoed, else generated),
+``x-kvatlas-cache-salt`` (takes precedence over the body's ``cache_salt`` and is written there),
+``x-slo-ttft-ms`` and ``x-kvatlas-deadline-ms`` (each before the default in the configuration).
 Response headers: ``x-request-id``, ``x-kvatlas-worker``, ``x-kvatlas-expected-hit-tokens`` and,
-when the route was chosen by load alone, ``x-kvatlas-fallback`` with the reason.
+where it had to go down its ladder, ``x-kvatlas-fallback`` with each rung that it left and why.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
 import time
@@ -19,16 +21,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import unquote
 
 import kvatlas
-from kvatlas.config import GatewayConfig
+from kvatlas.config import DAY_S, GatewayConfig
+from kvatlas.core.ladder import Fallback
 from kvatlas.errors import RequestError
 from kvatlas.service import body as bodies
 from kvatlas.service.http import Headers, Limits, Request, envelope
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.http_reply import JSON, Reply
 from kvatlas.service.http_server import HttpServer
+from kvatlas.service.ladder import fell, within
 from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.relay import CLIENT_CLOSED, Relay
-from kvatlas.service.steer import Inbound, Steer
+from kvatlas.service.steer import Inbound, Route, Steer
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +43,14 @@ Page = Callable[[str], Awaitable[object]]
 Question = Callable[[Inbound], Awaitable[object]]
 
 #: Endpoints by name. The first two report usage; all of them take a JSON object by POST.
-_USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
-_JSON_PATHS = (*_USAGE_PATHS, "/v1/embeddings", "/v1/responses", "/v1/messages")
+USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
+JSON_PATHS = (*USAGE_PATHS, "/v1/embeddings", "/v1/responses", "/v1/messages")
 
 _SALT = "x-kvatlas-cache-salt"
+TTFT_SLO_HEADER = "x-slo-ttft-ms"
+DEADLINE_HEADER = "x-kvatlas-deadline-ms"
+_NUMBER = re.compile(r"\d{1,18}(\.\d{1,18})?", re.ASCII)
+_SHOWN_CHARS = 64  # of a header that comes back in an error
 _ID = re.compile(r"[!-~]{1,128}")
 _TEXT: tuple[bytes, bytes] = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
@@ -110,8 +118,8 @@ class Gateway:
 
     async def _answer_api(self, request: Request, reply: Reply, path: str) -> None:
         started_s = time.perf_counter()
-        endpoint = path if path in _JSON_PATHS else "other"
-        request_id = _request_id(request)
+        endpoint = path if path in JSON_PATHS else "other"
+        request_id = request_id_of(request)
         status = CLIENT_CLOSED
         try:
             if request.method == "OPTIONS":
@@ -151,12 +159,26 @@ class Gateway:
         if self._server.draining:
             raise RequestError("the gateway is shutting down", status=503, code="shutting_down")
         path = request.path
-        inbound = self._inbound(request, request_id, path)
-        body, withhold = _engine_body(request, inbound, path in _USAGE_PATHS)
-        if bodies.asks_for_report(inbound.body):
-            self.metrics.unreportable()
-        route = await self._steer.choose(inbound)
-        self.metrics.routed(time.perf_counter() - started_s, route.fallback)
+        inbound = inbound_of(request, request_id, self.config)
+        reads_usage = path in USAGE_PATHS
+        ends_at_s = request.arrived_s + inbound.deadline_s
+        try:
+            async with within(ends_at_s):
+                route, body, withhold = await routed(
+                    request,
+                    inbound,
+                    self._steer,
+                    self.metrics,
+                    started_s=started_s,
+                    usage=reads_usage,
+                )
+        except TimeoutError:
+            lost_s = time.perf_counter() - started_s
+            self.metrics.fell(Fallback("lookup", "deadline", "error", cost_s=lost_s))
+            text = f"the deadline of {inbound.deadline_s:g} s ended before an engine was chosen"
+            raise RequestError(
+                text, status=504, code="deadline_exceeded", retry_after_s=1
+            ) from None
         relay = Relay(
             request,
             reply,
@@ -166,30 +188,19 @@ class Gateway:
             steer=self._steer,
             metrics=self.metrics,
             started_s=started_s,
-            reads_usage=path in _USAGE_PATHS,
+            ends_at_s=ends_at_s,
+            reads_usage=reads_usage,
+            streams=inbound.body.get("stream") is True,
             withhold=withhold,
+            prefill_timeout_s=self.config.prefill_timeout_s,
         )
         await relay.run()
         return relay.status
 
-    def _inbound(self, request: Request, request_id: str, path: str) -> Inbound:
-        lower = path.lower()
-        if "/.." in lower or "%2e" in lower:
-            raise RequestError(f"{path!r} is no path of this API", status=404, code="not_found")
-        if path in _JSON_PATHS and request.method != "POST":
-            raise _not_allowed(request.method, path)
-        return self._asked(request, request_id, path, path in _JSON_PATHS or _is_json(request))
-
-    @staticmethod
-    def _asked(request: Request, request_id: str, path: str, parse: bool = True) -> Inbound:
-        body = bodies.parse(request.body) if parse else {}
-        headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in request.headers}
-        return Inbound(id=request_id, path=path, body=body, headers=headers)
-
     # everything else
 
     async def _answer_page(self, request: Request, reply: Reply, path: str) -> None:
-        request_id = _request_id(request)
+        request_id = request_id_of(request)
         question = self._questions.get(path)
         page, rest = self._page(path)
         allowed = ("POST",) if question is not None else ("GET", "HEAD")
@@ -201,7 +212,7 @@ class Gateway:
             if known and request.method not in allowed:
                 raise _not_allowed(request.method, path)
             if question is not None:
-                answer = await question(self._asked(request, request_id, path))
+                answer = await question(_asked(request, request_id))
             elif page is not None:
                 answer = await page(rest)
             else:
@@ -267,9 +278,42 @@ class _Status:
         self.status, self.body = status, body
 
 
-def _request_id(request: Request) -> str:
+def request_id_of(request: Request) -> str:
+    """The client's own where it can be one, else a fresh one."""
     given = request.header("x-request-id")
     return given if _ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
+
+
+def inbound_of(request: Request, request_id: str, config: GatewayConfig) -> Inbound:
+    """A request of the API as `Steer` is asked. Raises RequestError for what can be none."""
+    path = request.path
+    lower = path.lower()
+    if "/.." in lower or "%2e" in lower:
+        raise RequestError(f"{path!r} is no path of this API", status=404, code="not_found")
+    if path in JSON_PATHS and request.method != "POST":
+        raise _not_allowed(request.method, path)
+    inbound = _asked(request, request_id, path in JSON_PATHS or _is_json(request))
+    inbound.ttft_slo_s = _seconds(inbound.headers, TTFT_SLO_HEADER, config.ttft_slo_s)
+    inbound.deadline_s = _seconds(inbound.headers, DEADLINE_HEADER, config.deadline_s)
+    return inbound
+
+
+def _seconds(headers: Mapping[str, str], name: str, default_s: float) -> float:
+    """What a header in milliseconds says, else the default; inf where neither says anything."""
+    given = headers.get(name)
+    if given is None:
+        return default_s or math.inf
+    milliseconds = float(given) if _NUMBER.fullmatch(given) else 0.0
+    if not 0 < milliseconds <= DAY_S * 1000:
+        text = f"{name}: {given[:_SHOWN_CHARS]!r} is no number of milliseconds above 0, up to a day"
+        raise RequestError(text, code="bad_header", param=name)
+    return milliseconds / 1000
+
+
+def _asked(request: Request, request_id: str, parse: bool = True) -> Inbound:
+    body = bodies.parse(request.body) if parse else {}
+    headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in request.headers}
+    return Inbound(id=request_id, path=request.path, body=body, headers=headers)
 
 
 def _is_json(request: Request) -> bool:
@@ -277,7 +321,39 @@ def _is_json(request: Request) -> bool:
     return request.method == "POST" and kind.startswith("application/json")
 
 
-def _engine_body(request: Request, inbound: Inbound, usage_path: bool) -> tuple[bytes, bool]:
+async def routed(
+    request: Request,
+    inbound: Inbound,
+    steer: Steer,
+    metrics: GatewayMetrics,
+    *,
+    started_s: float,
+    usage: bool,
+) -> tuple[Route, bytes, bool]:
+    """Chooses and counts: the route, what the engine gets, and whether the usage event is to be
+    kept from the client. ``usage``: its answer is read for it. Raises RequestError as
+    `Steer.choose`."""
+    body, withhold = _engine_body(request, inbound, usage)
+    if bodies.asks_for_report(inbound.body):
+        metrics.unreportable()
+    if bodies.pairs_itself(inbound.body):
+        metrics.pairing_dropped()
+    try:
+        route = await steer.choose(inbound)
+    except RequestError as error:
+        metrics.refused(error.code)
+        raise
+    route.deadline_s = inbound.deadline_s
+    route_s = time.perf_counter() - started_s
+    metrics.routed(route_s)
+    if route.unkeyed:
+        fell(route, metrics, Fallback("lookup", route.unkeyed, "by_load", cost_s=route_s))
+    if route.whole:
+        fell(route, metrics, Fallback("pair", route.whole, "engine"))
+    return route, body, withhold
+
+
+def _engine_body(request: Request, inbound: Inbound, usage: bool) -> tuple[bytes, bool]:
     """What the engine gets, and whether the usage event is to be kept from the client."""
     fields: dict[str, object] = {}
     salt = inbound.headers.get(_SALT, "")
@@ -290,18 +366,21 @@ def _engine_body(request: Request, inbound: Inbound, usage_path: bool) -> tuple[
     if bodies.asks_for_report(inbound.body):
         fields["vllm_xargs"] = bodies.without_report(request.body)
     withhold = False
-    if usage_path and inbound.body.get("stream") is True:
+    if usage and inbound.body.get("stream") is True:
         options = inbound.body.get("stream_options")
         asked = isinstance(options, dict) and options.get("include_usage") is True
         if not asked and (options is None or isinstance(options, dict)):
             fields["stream_options"] = bodies.with_usage(options, request.body)
             withhold = True
-    if not fields:
+    if bodies.pairs_itself(inbound.body):
+        raw = bodies.edited(request.body, fields, bodies.PAIRING_FIELDS)
+    elif fields:
+        raw = bodies.splice(request.body, inbound.body, fields)
+    else:
         return request.body, False
-    spliced = bodies.splice(request.body, inbound.body, fields)
     if salt:
         inbound.body["cache_salt"] = salt
-    return spliced, withhold
+    return raw, withhold
 
 
 def _not_allowed(method: str, path: str) -> RequestError:
@@ -310,7 +389,7 @@ def _not_allowed(method: str, path: str) -> RequestError:
 
 def _refuse(reply: Reply, error: RequestError, request_id: str) -> None:
     headers: Headers = [JSON, (b"x-request-id", request_id.encode())]
-    if error.status == 503:
-        headers.append((b"retry-after", b"1"))
+    if error.retry_after_s:
+        headers.append((b"retry-after", b"%d" % error.retry_after_s))
     body = envelope(str(error), status=error.status, code=error.code, param=error.param)
     reply.send(error.status, headers, body)

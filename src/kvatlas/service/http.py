@@ -84,7 +84,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct):
-    """A whole request. Header names are in lower case; ``target`` is path and query as sent."""
+    """A whole request. Header names are in lower case; ``target`` is path and query as sent.
+    ``arrived_s``: when its head was there, on `time.perf_counter`."""
 
     method: str
     target: str
@@ -92,6 +93,7 @@ class Request(msgspec.Struct):
     body: bytes
     keep_alive: bool
     http_1_0: bool = False
+    arrived_s: float = 0.0
 
     @property
     def path(self) -> str:

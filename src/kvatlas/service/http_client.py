@@ -10,6 +10,7 @@ Plain TCP only (``http://``): TLS between the parts of a cluster is not here yet
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections import deque
 from typing import Any
@@ -32,6 +33,7 @@ from kvatlas.service.http_exchange import (
 )
 
 __all__ = [
+    "Collector",
     "ConnectError",
     "HttpClient",
     "HttpError",
@@ -124,11 +126,13 @@ class HttpClient:
         *,
         body: bytes,
         sink: Sink,
+        connect_s: float = math.inf,
     ) -> None:
         """Sends one request and returns when its response is complete.
 
         ``target`` is path and query, without the origin's prefix. Host and Content-Length are
-        added here. Raises ConnectError, ResponseError or SilenceError.
+        added here. ``connect_s``: for this one, where it is shorter than ``connect_timeout_s``.
+        Raises ConnectError, ResponseError or SilenceError.
         """
         payload = _payload(method, origin, target, headers, body)
         connection = self._take(origin)
@@ -138,7 +142,7 @@ class HttpClient:
                 return
             except StaleError:
                 pass
-        connection = await self._connect(origin)
+        connection = await self._connect(origin, min(connect_s, self.connect_timeout_s))
         await self._run(connection, origin, method, payload, sink)
 
     async def request(
@@ -162,7 +166,7 @@ class HttpClient:
         except ValueError as error:
             raise EngineError(f"{method} {url}: {error}: write http://HOST:PORT") from error
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        sink = _Collector(size_max)
+        sink = Collector(size_max)
         try:
             async with asyncio.timeout(timeout_s):
                 await self.exchange(method, origin, target, headers or [], body=body, sink=sink)
@@ -204,15 +208,15 @@ class HttpClient:
             connection.discard()
         return None
 
-    async def _connect(self, origin: Origin) -> ClientConnection:
+    async def _connect(self, origin: Origin, timeout_s: float) -> ClientConnection:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self.connect_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 _, connection = await loop.create_connection(
                     lambda: ClientConnection(loop), origin.host, origin.port
                 )
         except TimeoutError:
-            text = f"{origin.authority}: no connection within {self.connect_timeout_s:g} s"
+            text = f"{origin.authority}: no connection within {timeout_s:g} s"
             raise ConnectError(text) from None
         except (OSError, UnicodeError) as error:
             raise ConnectError(f"{origin.authority}: {_reason(error)}") from error
@@ -270,7 +274,7 @@ def _checked(answer: Response, url: str) -> Any:
     return answer.json()
 
 
-class _Collector:
+class Collector:
     """A sink that keeps the whole body, up to ``size_max`` bytes."""
 
     def __init__(self, size_max: int) -> None:

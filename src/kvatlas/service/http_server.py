@@ -11,6 +11,7 @@ import logging
 import math
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from email.utils import formatdate
@@ -138,6 +139,7 @@ class _Connection(asyncio.Protocol):
         self._discarding = False
         self._paused = False
         self._read_deadline = math.inf
+        self._arrived_s = 0.0
         self._write_deadline = math.inf
         self._resumed: asyncio.Future[None] | None = None
 
@@ -319,6 +321,7 @@ class _Connection(asyncio.Protocol):
         size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in headers)
         if size > limits.head_bytes_max:
             raise self._head_too_large()
+        self._arrived_s = time.perf_counter()
         self._read_deadline = self._loop.time() + limits.body_timeout_s
         length = header(headers, b"content-length")
         if length and int(length) > limits.body_bytes_max:
@@ -354,6 +357,7 @@ class _Connection(asyncio.Protocol):
                 body=body,
                 keep_alive=self._parser.should_keep_alive(),
                 http_1_0=self._parser.get_http_version() == "1.0",
+                arrived_s=self._arrived_s,
             )
         )
         self._read_deadline = math.inf

@@ -48,14 +48,17 @@ class Inspector:
     async def inspect(self, request: Inbound) -> dict[str, object]:
         """``request.body`` as for the API: ``prompt`` or ``messages``, ``model``, ``cache_salt``.
 
-        Its ``worker``, where given, leaves out the others. Raises RequestError as the API does.
+        Its ``worker``, where given, leaves out the others; with ``keys`` the block keys are told,
+        too. Raises RequestError as the API does.
         """
         path = KEYED_PATHS[0] if "messages" in request.body else KEYED_PATHS[1]
         only = request.body.pop("worker", None)
+        told = request.body.pop("keys", False) is True
         asked = Inbound(request.id, path, request.body, request.headers)
         prompt, found = await self._steering.looked_up(asked)
         workers = {
             str(rank.publisher): self._of(rank, keys)
+            | ({"keys": [key.hex() for key in keys]} if told else {})
             for rank, keys in found
             if only in (None, str(rank.publisher))
         }

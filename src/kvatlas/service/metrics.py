@@ -15,8 +15,10 @@ from prometheus_client import (
     generate_latest,
 )
 
+from kvatlas.core.ladder import Fallback
 from kvatlas.service.body import Usage
 
+_FALLBACK = ("rung", "reason", "to", "worker")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _ROUTE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2)
 
@@ -33,10 +35,13 @@ class GatewayMetrics:
         self.violation_last = ""
         counter = self._counter
         self._requests = counter("requests", "requests answered", "endpoint", "status")
+        self._refused = counter("requests_refused", "no engine was chosen: why", "reason")
         self._forwarded = counter("worker_requests", "requests sent to a worker", "worker")
         self._outcomes = counter("worker_outcomes", "what became of them", "worker", "status")
-        self._retries = counter("retries", "next target tried instead", "worker", "reason")
-        self._fallbacks = counter("fallbacks", "requests routed by load alone", "reason")
+        self._fallbacks = counter("fallbacks", "steps down the ladder", *_FALLBACK)
+        self._fallback_s = counter("fallback_seconds", "what they cost", *_FALLBACK)
+        self._pairs = counter("pairs", "requests served by a pair", "prefill", "decode")
+        self._own_pairing = counter("pairing_fields_dropped", "set by clients, not passed on")
         self._prompt = counter("prompt_tokens", "as the engines reported", "worker")
         self._completion = counter("completion_tokens", "as the engines reported", "worker")
         self._cached = counter("cached_tokens", "prompt tokens that hit, as reported", "worker")
@@ -69,10 +74,16 @@ class GatewayMetrics:
         self._add(self._requests, endpoint, str(status))
         self._e2e_s.observe(e2e_s)
 
-    def routed(self, route_s: float, fallback: str) -> None:
+    def routed(self, route_s: float) -> None:
         self._route_s.observe(route_s)
-        if fallback:
-            self._add(self._fallbacks, fallback)
+
+    def fell(self, fallback: Fallback) -> None:
+        labels = fallback.rung, fallback.reason, fallback.to, fallback.worker
+        self._add(self._fallbacks, *labels)
+        self._add(self._fallback_s, *labels, by=fallback.cost_s)
+
+    def refused(self, reason: str) -> None:
+        self._add(self._refused, reason)
 
     def sent(self, worker: str, expected_hit_tokens: int) -> None:
         self._add(self._forwarded, worker)
@@ -87,8 +98,11 @@ class GatewayMetrics:
     def unreportable(self) -> None:
         self._reports.inc()
 
-    def retried(self, worker: str, reason: str) -> None:
-        self._add(self._retries, worker, reason)
+    def paired(self, prefill: str, decode: str) -> None:
+        self._add(self._pairs, prefill, decode)
+
+    def pairing_dropped(self) -> None:
+        self._own_pairing.inc()
 
     def first_byte(self, ttft_s: float) -> None:
         self._ttft_s.observe(ttft_s)

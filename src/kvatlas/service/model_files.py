@@ -36,7 +36,7 @@ def special_tokens(model_dir: Path) -> dict[str, str]:
 def read_text(path: Path) -> str:
     """Raises ConfigError."""
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 

@@ -6,6 +6,7 @@ vLLM 0.32 tells where its KV events are (`GET /kv_event_sources`), SGLang 0.5.23
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvatlas.config import WorkerConfig
+from kvatlas.core.transports import Moved
 from kvatlas.errors import EngineError
 from kvatlas.service.feed import Source
 from kvatlas.service.http_client import HttpClient, Response
@@ -21,6 +23,7 @@ from kvatlas.service.http_client import HttpClient, Response
 ANSWER_BYTES_MAX = 8 << 20
 RANKS_MAX = 1024  # of one engine
 _FIGURE_MAX = 1e15  # no gauge or counter of an engine gets there: what is above, or NaN, is noise
+_MOVED_MAX = 1e21  # nor do bytes
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 
 
@@ -64,12 +67,15 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Pulse(msgspec.Struct, frozen=True):
-    """One look at a living engine."""
+    """One look at a living engine. ``moved``: KV that it handed over or took over, as it counts,
+    by rank; ``malformed``: figures of its metrics page that are none."""
 
     loads: dict[int, Load]
     asleep: bool = False
     started: str = ""  # the process's start time
     work: float = -1.0  # tokens processed since it started: never goes back
+    moved: dict[int, Moved] = {}
+    malformed: int = 0
 
 
 async def describe(client: HttpClient, worker: WorkerConfig, timeout_s: float) -> Description:
@@ -286,16 +292,17 @@ def _pulse(metrics: str) -> Pulse:
     waiting: dict[int, float] = {}
     usage: dict[int, float] = {}
     started, work, asleep = "", -1.0, False
+    moved, malformed = _moved(metrics)
     for name, labels, text in _SAMPLE.findall(metrics):
         try:
             value = float(text)
         except ValueError:
-            continue
+            value = math.nan
         if not abs(value) <= _FIGURE_MAX:
+            malformed += 1
             continue
         told = dict(_LABEL.findall(labels))
-        rank_text = told.get("engine") or told.get("dp_rank") or "0"
-        rank = max(0, _count(rank_text))
+        rank = _rank(told)
         kind = name.partition(":")[2]
         if kind in ("num_requests_running", "num_running_reqs"):
             running[rank] = max(running.get(rank, 0.0), value)
@@ -313,7 +320,50 @@ def _pulse(metrics: str) -> Pulse:
         rank: Load(int(running.get(rank, -1)), int(waiting.get(rank, -1)), usage.get(rank, -1.0))
         for rank in sorted({*running, *waiting, *usage})
     }
-    return Pulse(loads, asleep, started, work)
+    counts = {r: moved.get(r, Moved()) for r in {*loads, *moved}}
+    told_of = {rank: count for rank, count in counts.items() if count is not None}
+    return Pulse(loads, asleep, started, work, told_of, malformed)
+
+
+# What becomes of an engine's count in `Moved`, and its unit. vLLM's NixlConnector counts where the
+# state is taken over, SGLang where it is handed over. vLLM's Mooncake connector exports nothing.
+_MOVED = {
+    "vllm:nixl_bytes_transferred_sum": ("size_bytes", 1.0),
+    "vllm:nixl_bytes_transferred_count": ("transfers", 1.0),
+    "vllm:nixl_xfer_time_seconds_sum": ("seconds", 1.0),
+    "vllm:nixl_num_failed_transfers_total": ("failures", 1.0),
+    "sglang:kv_transfer_total_mb_sum": ("size_bytes", float(1 << 20)),
+    "sglang:kv_transfer_total_mb_count": ("transfers", 1.0),
+    "sglang:kv_transfer_latency_ms_sum": ("seconds", 1e-3),
+    "sglang:num_transfer_failed_reqs_total": ("failures", 1.0),
+}
+_MOVED_SAMPLE = re.compile(rf"^({'|'.join(_MOVED)})(?:\{{(.*)\}})? (\S+)", re.MULTILINE)
+
+
+def _moved(metrics: str) -> tuple[dict[int, Moved | None], int]:
+    """By rank, and how many of the figures are none; None for their ranks: half a count would say
+    something else."""
+    found: dict[int, dict[str, float]] = {}
+    wrong: dict[int, None] = {}
+    malformed = 0
+    for name, labels, text in _MOVED_SAMPLE.findall(metrics):
+        rank = _rank(dict(_LABEL.findall(labels)))
+        field, unit = _MOVED[name]
+        try:
+            value = float(text) * unit
+        except ValueError:
+            value = math.nan
+        if not 0 <= value <= _MOVED_MAX:
+            wrong[rank] = None
+            malformed += 1
+            continue
+        counts = found.setdefault(rank, {})
+        counts[field] = counts.get(field, 0.0) + value
+    return {rank: Moved(**counts) for rank, counts in found.items()} | wrong, malformed
+
+
+def _rank(labels: Mapping[str, str]) -> int:
+    return max(0, _count(labels.get("engine") or labels.get("dp_rank") or "0"))
 
 
 def _count(text: str) -> int:

@@ -12,15 +12,18 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from kvatlas import __version__
+from kvatlas.core.admission import Rules
 from kvatlas.core.directory import Limits
-from kvatlas.core.dispatch import Input
+from kvatlas.core.dispatch import Input, Join, Question, Settle
+from kvatlas.core.keys import Scope
+from kvatlas.core.records import Publisher
 from kvatlas.core.router import Decision, Params
 from kvatlas.errors import ConfigError, TraceError
 
@@ -30,6 +33,8 @@ FORMAT = 1
 _FRAME_BYTES_MAX = 1 << 28
 _LENGTH = struct.Struct("<I")
 
+KeysOf = Callable[[Publisher, bytes, Scope, str], list[bytes]]
+
 
 class Header(msgspec.Struct, frozen=True):
     """What the dispatcher was made with."""
@@ -38,22 +43,38 @@ class Header(msgspec.Struct, frozen=True):
     version: str
     params: Params
     limits: Limits
+    rules: Rules = Rules()
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One input and when it came (seconds of the gateway's clock); its answer, if a question."""
+    """One input and when it came (seconds of the gateway's clock); its answer, if a question.
+
+    ``keys``: of a question, where agents are heard, its block keys as one publisher of each kind is
+    asked for them: agents announce keys, and who decides again has another secret.
+    """
 
     at: float
     event: Input
     answer: Decision | None = None
+    keys: tuple[tuple[Publisher, tuple[bytes, ...]], ...] = ()
 
 
 class Recorder:
     """Writes until ``max_bytes`` are reached; ``error`` then says so, or why else it stopped."""
 
-    def __init__(self, path: str, max_bytes: int, params: Params, limits: Limits) -> None:
+    def __init__(
+        self,
+        path: str,
+        max_bytes: int,
+        params: Params,
+        limits: Limits,
+        rules: Rules = Rules(),  # noqa: B008 - frozen
+    ) -> None:
         """Raises ConfigError when ``path`` cannot be made, or is there already."""
         self.error = ""
+        self.keys_of: KeysOf | None = None  # the dispatcher's, once there is one
+        self._kinds: dict[Publisher, bytes] = {}
+        self._agents = False
         self._left = max_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._file: BinaryIO | None = None
@@ -62,11 +83,23 @@ class Recorder:
         except OSError as error:
             raise ConfigError(f"router.recording: {path}: {error.strerror}") from error
         self._file = os.fdopen(fd, "wb", buffering=1 << 20)
-        self._write(Header(FORMAT, __version__, params, limits))
+        self._write(Header(FORMAT, __version__, params, limits, rules))
 
     def __call__(self, now: float, event: Input, answer: Decision | None) -> None:
         """A `Tap`."""
-        self._write(Frame(now, event, answer))
+        keys: dict[tuple[bytes, str], tuple[Publisher, tuple[bytes, ...]]] = {}
+        match event:
+            case Join(publisher, _, fingerprint):
+                self._kinds[publisher] = fingerprint
+            case Settle():
+                self._agents = True
+            case Question(_, among, tokens, scope) if self._agents and self.keys_of is not None:
+                for publisher, adapter in among if self._file is not None else ():
+                    kind = self._kinds[publisher], adapter
+                    if kind not in keys:
+                        found = self.keys_of(publisher, tokens, scope, adapter)
+                        keys[kind] = publisher, tuple(found)
+        self._write(Frame(now, event, answer, tuple(keys.values())))
 
     def _write(self, frame: Header | Frame) -> None:
         if self._file is None:

@@ -9,9 +9,15 @@ a silent end, never a second try).
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
-from kvatlas.service.body import Usage, parse_answer, usage_of
+import msgspec
+
+from kvatlas.errors import EngineError
+from kvatlas.service.answer import AnswerReader
+from kvatlas.service.body import Usage
+from kvatlas.service.first_half import FirstEnd, first_half
 from kvatlas.service.http import HOP_BY_HOP, Headers, Request, connection_tokens, envelope, header
 from kvatlas.service.http_client import (
     ConnectError,
@@ -22,14 +28,12 @@ from kvatlas.service.http_client import (
     origin_of,
 )
 from kvatlas.service.http_reply import JSON, Reply
+from kvatlas.service.ladder import Ended, Ladder, for_s, within
 from kvatlas.service.metrics import GatewayMetrics
-from kvatlas.service.sse import EventStream
+from kvatlas.service.pair_protocols import CONCURRENT, Meeting, Prefilled, engine_id_of, meeting
 from kvatlas.service.steer import Outcome, Route, Steer, Target
 
 CLIENT_CLOSED = 499  # nginx's number for a client that left before its answer was complete
-
-#: Whole answers up to this size are read for their usage; longer ones count as not reporting it.
-ANSWER_BYTES_MAX = 8 << 20
 
 #: The body of a 503 that is not shown to anybody.
 REFUSAL_BYTES_MAX = 1 << 20
@@ -40,7 +44,16 @@ _TRIED_SHOWN = 12  # workers named in an error
 # the engine answers in the clear, so that usage can be read.
 _NOT_TO_ENGINE = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding"}
 _NOT_TO_CLIENT = HOP_BY_HOP | {b"content-length", b"x-request-id"}
-_OURS = b"x-kvatlas-"
+#: How headers of our own begin.
+OURS = b"x-kvatlas-"
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """Of an answer that has begun at its engine."""
+
+    status: int
+    headers: Headers
+    lease: Lease
 
 
 class Relay:
@@ -61,8 +74,11 @@ class Relay:
         steer: Steer,
         metrics: GatewayMetrics,
         started_s: float,
+        ends_at_s: float,
         reads_usage: bool,
+        streams: bool,
         withhold: bool,
+        prefill_timeout_s: float,
     ) -> None:
         assert route.targets, "a route has at least one target"
         self.status = 0
@@ -75,23 +91,33 @@ class Relay:
         self._metrics = metrics
         self._started_s = started_s
         self._reads_usage = reads_usage
+        self._streams = streams
         self._withhold = withhold
+        self._prefill_timeout_s = prefill_timeout_s
+        self._prefilled: Prefilled | None = None  # the first half is done, the second is not
+        self._prefilled_by = ""
+        self._ends_at_s = ends_at_s
+        self._ladder = Ladder(route, steer, metrics, ends_at_s)
         self._target = route.targets[0]
-        self._more_targets = False
-        self._refused = False  # a 503 while another target is left: not for the client
+        self._sent_s = started_s
+        self._silence = asyncio.timeout(None)  # until the first byte, of the exchange under way
+        self._held: _Head | None = None  # of an answer of which no byte has come yet
+        self._deaf = False  # what still comes is for nobody: the try is given up
+        self._first: Target | None = None  # of halves that run at once
+        self._refused = 0  # a status of an engine while another target is left: not for the client
         self._refused_bytes = 0
         self._ttft_s = -1.0
-        self._events: EventStream | None = None
-        self._answer: list[bytes] | None = None  # of a whole JSON answer
-        self._answer_bytes = 0
+        self._answer = AnswerReader()
         self._until_eof = False  # the engine's framing does not tell whether all came
-        self._usage: Usage | None = None
         self._complete = False
 
     async def run(self) -> None:
         """Calls `Steer.finished` exactly once, whatever happens. Cancelled: the client left."""
         try:
-            await self._try_targets()
+            async with within(self._ends_at_s):
+                await self._try_targets()
+        except TimeoutError:
+            self._late()
         except asyncio.CancelledError:
             self.status = CLIENT_CLOSED
             raise
@@ -102,52 +128,184 @@ class Relay:
             self._finish()
 
     async def _try_targets(self) -> None:
-        targets = list(self._route.targets)
-        error: ConnectError | None = None
-        index = 0
-        while index < len(targets):
-            self._target = target = targets[index]
-            self._more_targets = index + 1 < len(targets) or self._steer.left(self._route)
-            self._refused = False
-            if index:
-                reason = "connect" if error is not None else "refused"
-                self._metrics.left(targets[index - 1].worker, 502 if error is not None else 503)
-                self._metrics.retried(targets[index - 1].worker, reason)
-            self._steer.sent(self._route, target)
-            self._metrics.sent(target.worker, target.expected_hit_tokens)
-            error = None
-            try:
-                await self._exchange(target)
-            except ConnectError as failure:
-                self._steer.unreached(self._route, target)
-                error = failure
-            except ResponseError as failure:
-                if not self._refused:
-                    self._break_off(failure)
-                    return
-            if error is None and not self._refused:
+        ladder, ended = self._ladder, Ended("refused", 503)
+        target = ladder.first()
+        while target is not None:
+            self._target = target
+            if target.half != "decode":
+                self._first, self._prefilled, self._prefilled_by = None, None, ""
+            self._sent(target)
+            told = await self._attempt(target)
+            if told is None:
                 return
-            index += 1
-            if index == len(targets) and self._more_targets:
-                targets += self._steer.more(self._route)
-        tried = ", ".join(target.worker for target in targets[-_TRIED_SHOWN:])
-        if error is None:  # the one that was left went away meanwhile
-            self._fail(503, f"every engine refused it (tried {tried})", "engine_refused")
-            return
-        self._fail(
-            502, f"no engine could be reached (tried {tried}): {error}", "engine_unreachable"
+            at = self._target if told.half == "decode" else target
+            ended, target = told, ladder.next(at, told)
+            if target is not None:
+                self._metrics.left(self._target.worker, ended.status)
+        self._nobody_left(ended)
+
+    def _nobody_left(self, ended: Ended) -> None:
+        tried = ", ".join(self._ladder.tried[-_TRIED_SHOWN:])
+        match ended.reason:
+            case "connect":  # any other may have gone away meanwhile
+                text = f"no engine could be reached (tried {tried}): {ended.error}"
+                self._fail(502, text, "engine_unreachable")
+            case "timeout":
+                self._fail(504, f"no engine answered (tried {tried})", "engine_timeout")
+            case _:
+                self._fail(503, f"every engine refused it (tried {tried})", "engine_refused")
+
+    def _sent(self, target: Target) -> None:
+        self._refused, self._held, self._deaf = 0, None, False
+        self._steer.sent(self._route, target)
+        self._sent_s = time.perf_counter()
+        self._metrics.sent(target.worker, target.expected_hit_tokens)
+
+    async def _attempt(self, target: Target) -> Ended | None:
+        """None: the client was answered, one way or another."""
+        if target.half == "prefill":
+            if target.pairing in CONCURRENT:
+                return await self._both_halves(target)
+            return await self._first_of_two(target)
+        body = self._body
+        if target.half == "decode":
+            assert self._prefilled is not None, "the first half comes first"
+            body = Meeting("nixl").decode(body, self._prefilled.params or {})
+        return await self._exchange(target, body, self._silence_s(target))
+
+    def _silence_s(self, target: Target) -> float:
+        """For how long nothing may come. Only of a stream it is known when its first byte is due:
+        any other answer comes when all of it is done."""
+        return self._ladder.patience_s(target) if self._streams else math.inf
+
+    async def _exchange(self, target: Target, body: bytes, silence_s: float) -> Ended | None:
+        request = self._request
+        try:
+            async with for_s(silence_s) as self._silence:
+                await self._client.exchange(
+                    request.method,
+                    origin_of(target.url),
+                    request.target,
+                    self._engine_headers(target),
+                    body=body,
+                    sink=self,
+                    connect_s=self._ladder.patience_s(target),
+                )
+        except TimeoutError:
+            return Ended("timeout", 504, "its first byte did not come", target.half)
+        except ConnectError as failure:
+            self._steer.unreached(self._route, target)
+            return Ended("connect", 502, str(failure), target.half)
+        except ResponseError as failure:
+            if not self._refused:
+                if target.half and not self._reply.started:
+                    late = isinstance(failure, SilenceError)
+                    reason, status = ("timeout", 504) if late else ("failed", 502)
+                    return Ended(reason, status, str(failure), target.half)
+                self._break_off(failure)
+                return None
+        if not self._refused:
+            return None
+        reason = "refused" if self._refused == 503 else "failed"
+        return Ended(reason, self._refused, "", target.half)
+
+    # Pairs
+
+    async def _first_of_two(self, target: Target) -> Ended | None:
+        """One half after the other: done, its state waits for the second."""
+        body = Meeting("nixl").prefill(self._body, self._request.path)
+        return self._first_over(target, await self._ask_first(target, body, hands_on=True))
+
+    async def _ask_first(self, target: Target, body: bytes, *, hands_on: bool) -> FirstEnd:
+        return await first_half(
+            self._client,
+            target.url,
+            self._request.target,
+            self._engine_headers(target),
+            body,
+            timeout_s=min(self._prefill_timeout_s, self._ladder.patience_s(target)),
+            hands_on=hands_on,
         )
 
-    async def _exchange(self, target: Target) -> None:
-        request = self._request
-        await self._client.exchange(
-            request.method,
-            origin_of(target.url),
-            request.target,
-            self._engine_headers(target),
-            body=self._body,
-            sink=self,
-        )
+    def _first_over(self, target: Target, end: FirstEnd) -> Ended | None:
+        """None: it was the client's own fault, and was told."""
+        if end.reason == "connect":
+            self._steer.unreached(self._route, target)
+        if end.shown is not None:
+            self.status, self._prefilled_by = end.status, ""
+            headers = self._client_headers(end.shown.headers)
+            self._reply.send(end.status, headers, b"".join(end.shown.parts))
+            return None
+        if not end.reason:
+            self._prefilled, self._prefilled_by = end.done, target.worker
+            took_s, usage = time.perf_counter() - self._started_s, end.done.usage
+            if usage.violation:
+                self._metrics.used(target.worker, usage)
+            cached_tokens = usage.believed.cached_tokens
+            self._ladder.resumed(target, cached_tokens, time.perf_counter() - self._sent_s)
+            self._steer.prefilled(self._route, target, cached_tokens, took_s)
+        return Ended(end.reason, end.status, end.error, "prefill")
+
+    async def _both_halves(self, target: Target) -> Ended | None:
+        """Both at once: whichever fails before the client saw a byte ends the other."""
+        engine_id = ""
+        if target.pairing == "mooncake":
+            try:
+                engine_id = await self._engine_id(target)
+            except EngineError as error:
+                return Ended("bootstrap", 502, str(error), "prefill")
+        seconds = self._steer.decoders(self._route, target)
+        if not seconds:
+            return Ended("down", 503, "", "decode")
+        meet, second = meeting(target.pairing, target.bootstrap, engine_id), seconds[0]
+        to_first = meet.prefill(self._body, self._request.path)
+        first = asyncio.create_task(self._ask_first(target, to_first, hands_on=False))
+        self._sent(second)
+        self._first, self._target, self._prefilled_by = target, second, target.worker
+        to_second = meet.decode(self._body, {})
+        other = asyncio.create_task(self._exchange(second, to_second, math.inf))
+        status = CLIENT_CLOSED
+        try:
+            await asyncio.wait({first, other}, return_when=asyncio.FIRST_COMPLETED)
+            if first.done():
+                end = first.result()
+                status = end.status
+                if end.reason and not self._reply.started and not other.done():
+                    return await self._without_second(target, end, other)
+                if not end.reason:
+                    self._first_over(target, end)
+                    if not other.done():
+                        self._hand_off_began(second)
+            ended = await other
+            if ended is None and not first.done():
+                status = 200  # the second half has its state
+            return ended
+        finally:
+            self._metrics.left(target.worker, status)
+            for task in (first, other):
+                task.cancel()
+            await asyncio.gather(first, other, return_exceptions=True)
+
+    def _hand_off_began(self, second: Target) -> None:
+        """The first half is done: from now on it is the second that is waited for."""
+        self._ladder.rung = "decode"
+        silence_s = self._silence_s(second)
+        if silence_s < math.inf and not self._reply.started:
+            self._silence.reschedule(asyncio.get_running_loop().time() + silence_s)
+
+    async def _without_second(
+        self, target: Target, end: FirstEnd, other: asyncio.Task[Ended | None]
+    ) -> Ended | None:
+        self._deaf = True
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+        return self._first_over(target, end)
+
+    async def _engine_id(self, target: Target) -> str:
+        """Mooncake's name of the prefill engine: another one after each of its starts."""
+        url = f"{target.bootstrap}/query"
+        told = await self._client.get_json(url, timeout_s=self._client.connect_timeout_s)
+        return engine_id_of(told, url)
 
     def _engine_headers(self, target: Target) -> Headers:
         added = [(name.encode(), value.encode()) for name, value in target.headers]
@@ -160,32 +318,42 @@ class Relay:
             if pair[0] not in _NOT_TO_ENGINE
             and pair[0] not in replaced
             and pair[0] not in dropped
-            and not pair[0].startswith(_OURS)
+            and not pair[0].startswith(OURS)
         ]
         return headers + added
 
     # Sink: what the engine says
 
     def on_head(self, status: int, headers: Headers, lease: Lease) -> None:
-        if status == 503 and self._more_targets:
-            self._refused = True
+        failed = status == 503 or (status >= 500 and self._target.half == "decode")
+        if failed and self._ladder.goes_on():
+            self._refused = status
             return
-        self.status = status
-        length = header(headers, b"content-length")
-        self._until_eof = not length and not header(headers, b"transfer-encoding")
-        if self._reads_usage and status == 200 and not header(headers, b"content-encoding"):
-            kind = header(headers, b"content-type").lower()
-            if kind.startswith(b"text/event-stream"):
-                self._events = EventStream(withhold=self._withhold)
-            elif kind.startswith(b"application/json"):
-                self._answer = []
-        reply = self._reply
         lease.on_end = self.on_end
-        whole = bool(length) and not (self._events is not None and self._withhold)
-        reply.start(status, self._client_headers(headers), int(length) if whole else None)
+        self._held = _Head(status, headers, lease)
+
+    def _open(self) -> bool:
+        """The first bytes came, or the end: now the client gets the head, too. Engines send theirs
+        before they have begun to compute. False: it came too late, the next rung is taken."""
+        if self._deaf or self._silence.expired():
+            return False
+        head, self._held = self._held, None
+        if head is None:
+            return self._reply.started
+        self._silence.reschedule(None)
+        self.status = head.status
+        length = header(head.headers, b"content-length")
+        self._until_eof = not length and not header(head.headers, b"transfer-encoding")
+        if self._reads_usage:
+            self._answer.head(head.status, head.headers, withhold=self._withhold)
+        reply, lease = self._reply, head.lease
+        whole = bool(length) and not self._answer.withholds
+        told = self._client_headers(head.headers)
+        reply.start(head.status, told, int(length) if whole else None)
         reply.on_pause, reply.on_resume = lease.pause, lease.resume
         if reply.paused:  # the client has not read its previous answer yet
             lease.pause()
+        return True
 
     def on_data(self, data: bytes) -> None:
         if self._refused:
@@ -193,41 +361,37 @@ class Relay:
             if self._refused_bytes > REFUSAL_BYTES_MAX:
                 raise ResponseError("an endless 503", started=True)
             return
+        if not self._open():
+            return
         if self._ttft_s < 0:
             self._ttft_s = time.perf_counter() - self._started_s
             if self.status == 200:
                 self._metrics.first_byte(self._ttft_s)
-                self._steer.first_token(self._route, self._ttft_s)
-        if self._events is not None:
-            data = self._events.feed(data)
-        elif self._answer is not None:
-            self._answer.append(data)
-            self._answer_bytes += len(data)
-            if self._answer_bytes > ANSWER_BYTES_MAX:
-                self._answer = None
-        self._reply.write(data)
+                self._steer.first_token(self._route, self._answer.first_token_s(self._ttft_s))
+        self._reply.write(self._answer.feed(data))
 
     def _client_headers(self, headers: Headers) -> Headers:
         dropped = connection_tokens(headers)
         kept = []
         for pair in headers:
             name = pair[0].lower()
-            if name not in _NOT_TO_CLIENT and name not in dropped and not name.startswith(_OURS):
+            if name not in _NOT_TO_CLIENT and name not in dropped and not name.startswith(OURS):
                 kept.append(pair)
-        return kept + route_headers(self._route, self._target)
+        return kept + self._route_headers()
+
+    def _route_headers(self) -> Headers:
+        headers = route_headers(self._route, self._target)
+        if self._prefilled_by:
+            headers.append((b"x-kvatlas-prefilled-by", self._prefilled_by.encode()))
+        return headers
 
     def on_end(self) -> None:
         """The engine's answer is complete: pass on what was held back, and read the usage."""
-        rest, whole = b"", True
-        if self._events is not None:
-            rest = self._events.finish()
-            whole = not self._events.truncated and (self._events.done or not self._until_eof)
-            self._usage = self._events.usage
-        elif self._answer is not None:
-            answer = parse_answer(b"".join(self._answer))
-            whole = answer is not None or not self._until_eof
-            self._usage = usage_of(answer) if answer is not None else None
-        if not whole:
+        if not self._open():
+            return
+        answer = self._answer
+        rest = answer.finish()
+        if answer.truncated or (self._until_eof and not answer.says_end):
             raise ResponseError("the engine's answer ended in the middle", started=True)
         self._complete = True
         self._reply.end(rest)
@@ -239,49 +403,70 @@ class Relay:
         silent = isinstance(failure, SilenceError)
         status = 504 if silent else 502
         code = "engine_timeout" if silent else "engine_failed"
-        if not self._reply.started:
-            self._fail(status, f"engine {self._target.worker}: {failure}", code)
-            return
+        self._fail(status, f"engine {self._target.worker}: {failure}", code)
+
+    def _late(self) -> None:
+        """The deadline ended, and with it all that ran for this request."""
+        if not self._complete:
+            target = self._target
+            if self._ladder.rung == "prefill":
+                target, self._prefilled_by = self._first or target, ""
+            text, headers = self._ladder.late(target)
+            self._fail(504, text, "deadline_exceeded", headers)
+
+    def _fail(self, status: int, text: str, code: str, headers: Headers | None = None) -> None:
+        """An error: as the answer, else as an event of it where one fits, and a broken end."""
         self.status = status
-        if self._events is not None and self._events.at_boundary:
-            text = f"engine {self._target.worker}: {failure}"
-            self._reply.write(b"data: " + envelope(text, status=status, code=code) + b"\n\n")
+        body = envelope(text, status=status, code=code)
+        if not self._reply.started:
+            self._reply.send(status, [JSON, *(headers or []), *self._route_headers()], body)
+            return
+        if self._answer.at_boundary:
+            self._reply.write(b"data: " + body + b"\n\n")
         self._reply.abort()
 
-    def _fail(self, status: int, text: str, code: str) -> None:
-        self.status = status
-        headers = [JSON, *route_headers(self._route, self._target)]
-        self._reply.send(status, headers, envelope(text, status=status, code=code))
-
     def _finish(self) -> None:
-        worker, e2e_s = self._target.worker, time.perf_counter() - self._started_s
-        told = self._usage
-        believed = told is not None and not told.violation and self._complete
-        usage = told if told is not None and believed else Usage()
+        target, e2e_s = self._target, time.perf_counter() - self._started_s
+        worker, ttft_s = target.worker, self._answer.first_token_s(self._ttft_s)
+        told = self._answer.usage
+        usage = self._answer.believed if self._complete else Usage()
+        if self._prefilled_by:
+            # All that was handed over counts as cached to the second half: what the first half
+            # had is what was reused.
+            first = self._prefilled.usage.believed if self._prefilled is not None else Usage()
+            usage = msgspec.structs.replace(usage, cached_tokens=first.cached_tokens)
+            told = usage if told is not None and not told.violation else told
+        elif self.status == 200:
+            took_s = self._started_s + ttft_s - self._sent_s if ttft_s >= 0 else 0.0
+            self._ladder.resumed(target, usage.cached_tokens, took_s)
         self._steer.finished(
             self._route,
             Outcome(
-                target=self._target,
+                target=target,
                 status=self.status,
                 prompt_tokens=usage.prompt_tokens,
                 cached_tokens=usage.cached_tokens,
                 completion_tokens=usage.completion_tokens,
-                ttft_s=self._ttft_s,
+                ttft_s=ttft_s,
                 e2e_s=e2e_s,
+                prefilled_by=self._prefilled_by,
             ),
         )
         self._metrics.left(worker, self.status)
+        if self._complete and self._prefilled_by:
+            self._metrics.paired(self._prefilled_by, worker)
         if self._complete and self.status == 200 and self._reads_usage:
             self._metrics.used(worker, told)
 
 
-def route_headers(route: Route, target: Target) -> Headers:
-    """What a client is told of its route (docs: the gateway's headers)."""
-    headers = [
-        (b"x-request-id", route.id.encode()),
-        (b"x-kvatlas-worker", target.worker.encode()),
-        (b"x-kvatlas-expected-hit-tokens", b"%d" % target.expected_hit_tokens),
-    ]
-    if route.fallback:
-        headers.append((b"x-kvatlas-fallback", route.fallback.encode()))
+def route_headers(route: Route, target: Target | None) -> Headers:
+    """What a client is told of its route (docs: the gateway's headers). ``target``: who answers;
+    None: nobody whom we know."""
+    headers = [(b"x-request-id", route.id.encode())]
+    if target is not None:
+        headers.append((b"x-kvatlas-worker", target.worker.encode()))
+        headers.append((b"x-kvatlas-expected-hit-tokens", b"%d" % target.expected_hit_tokens))
+    if route.fallbacks:
+        left = ", ".join(f"{step.rung}: {step.reason}" for step in route.fallbacks)
+        headers.append((b"x-kvatlas-fallback", left.encode()))
     return headers

@@ -6,44 +6,92 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from typing import Literal, Protocol
 
 import msgspec
 
+from kvatlas.config import PairingProtocol
+from kvatlas.core.ladder import Fallback
+from kvatlas.service.http_client import origin_of
+
+Half = Literal["", "prefill", "decode"]
+
 
 class Inbound(msgspec.Struct):
-    """A client's request as the gateway understood it. ``body`` is the parsed JSON object."""
+    """A client's request as the gateway understood it. ``body`` is the parsed JSON object.
+
+    ``among``: hosts, or hosts with ports, of the engines that alone may get it; None for all.
+    ``whole``: why it must not be split over a pair, whatever it is ("" where it may).
+    ``ttft_slo_s``: within what time its client wants the first token; ``deadline_s``: how long
+    all of it may take, to the last byte. Both from its arrival; inf where there is none.
+    """
 
     id: str
     path: str
     body: dict[str, object]
     headers: dict[str, str]  # names in lower case
+    among: frozenset[str] | None = None
+    whole: str = ""
+    ttft_slo_s: float = math.inf
+    deadline_s: float = math.inf
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where to send it: ``url`` is the engine's base URL, ``headers`` are added to the request."""
+    """Where to send it: ``url`` is the engine's base URL, ``headers`` are added to the request.
+
+    ``half``: which half of a pair it is asked to be, "" for all of it; ``pairing`` and
+    ``bootstrap`` are how the halves meet. ``remote_tokens``: of the expected hit, what must be
+    loaded from below hbm. ``ttft_s``: predicted seconds from here to its first token (of a first
+    half: of its pair), of them ``wait_s`` in queues; 0 where nothing was predicted.
+    """
 
     worker: str
     url: str
     headers: tuple[tuple[str, str], ...] = ()
     expected_hit_tokens: int = 0
+    half: Half = ""
+    pairing: PairingProtocol = "nixl"
+    bootstrap: str = ""
+    remote_tokens: int = 0
+    ttft_s: float = 0.0
+    wait_s: float = 0.0
+
+
+def endpoint_of(url: str) -> tuple[str, str]:
+    """Host and ``host:port`` of an engine's base URL; an IPv6 address with its port in brackets."""
+    origin = origin_of(url)
+    host = f"[{origin.host}]" if ":" in origin.host else origin.host
+    return origin.host, f"{host}:{origin.port}"
 
 
 class Route(msgspec.Struct):
     """A decision, kept until `Steer.finished`: ``targets`` are tried in order until one connects.
 
-    ``prompt_tokens`` is -1 where the prompt could not be tokenized; ``fallback`` then says why
-    the route was chosen by load alone ("" when it was priced).
+    ``prompt_tokens`` is -1 where the prompt could not be tokenized; ``unkeyed`` then says why
+    the route was chosen by load alone ("" when it was priced). ``whole``: why one engine does it
+    all where there are halves of pairs ("" where it may be split). ``deadline_s`` as in `Inbound`.
+    ``alone_s``: of a pair, the seconds to the first token on one engine instead; inf where it is
+    not known. ``fallbacks``: what it has left so far, in order.
     """
 
     id: str
     targets: tuple[Target, ...]
     prompt_tokens: int = -1
-    fallback: str = ""
+    unkeyed: str = ""
+    whole: str = ""
+    deadline_s: float = math.inf
+    alone_s: float = math.inf
+    fallbacks: list[Fallback] = msgspec.field(default_factory=list)
 
 
 class Outcome(msgspec.Struct):
-    """What became of it. Token counts are -1 where the engine did not report them."""
+    """What became of it. Token counts are -1 where the engine did not report them, ``ttft_s`` where
+    the answer does not show when its first token came: it was not streamed.
+
+    ``prefilled_by``: the prefill half of a pair, whose state the target took over (what was cached
+    is what that half found cached).
+    """
 
     target: Target
     status: int  # of the engine, or 499 when the client left, 502 / 504 when the engine failed
@@ -52,6 +100,7 @@ class Outcome(msgspec.Struct):
     completion_tokens: int = -1
     ttft_s: float = -1.0
     e2e_s: float = -1.0
+    prefilled_by: str = ""
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -78,6 +127,18 @@ class Steer(Protocol):
         """All targets failed before a byte was seen: whoever else serves the model, if anybody."""
         ...
 
+    def decoders(self, route: Route, prefill: Target) -> tuple[Target, ...]:
+        """Halves that may go on with what ``prefill`` began, the best first."""
+        ...
+
+    def alone(self, route: Route, failed: Half) -> tuple[Target, ...]:
+        """That half failed before a byte was seen: who does all of it, the best first?"""
+        ...
+
+    def prefilled(self, route: Route, prefill: Target, cached_tokens: int, ttft_s: float) -> None:
+        """The first half is done: that engine is free for others."""
+        ...
+
     def sent(self, route: Route, target: Target) -> None:
         """The request goes to ``target`` now (again after a failed connect: the next target)."""
         ...
@@ -87,7 +148,7 @@ class Steer(Protocol):
         ...
 
     def first_token(self, route: Route, ttft_s: float) -> None:
-        """The first body bytes of the answer arrived."""
+        """The first body bytes of the answer arrived; ``ttft_s`` as in `Outcome`."""
         ...
 
     def finished(self, route: Route, outcome: Outcome) -> None:

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvatlas.config import PairingProtocol, Role
+from kvatlas.core.compat import Member
 from kvatlas.core.dispatch import (
     Again,
     Dispatcher,
@@ -28,13 +30,16 @@ from kvatlas.core.dispatch import (
     SetLoad,
     SetUp,
 )
-from kvatlas.core.keys import PUBLIC, Scope
+from kvatlas.core.keys import PUBLIC, Scope, tenant_scope
+from kvatlas.core.ladder import SHARE
 from kvatlas.core.layout import Layout
-from kvatlas.core.records import Publisher
-from kvatlas.core.router import Decision, Plan
+from kvatlas.core.records import Publisher, Refusal
+from kvatlas.core.router import BLIND, Decision, Plan
 from kvatlas.errors import RequestError
 from kvatlas.service.decision_log import DecisionLog, Entry
-from kvatlas.service.steer import Health, Inbound, Outcome, Route, Target
+from kvatlas.service.ladder import for_s
+from kvatlas.service.pairing import Pairing
+from kvatlas.service.steer import Half, Health, Inbound, Outcome, Route, Target, endpoint_of
 from kvatlas.service.tokens import Prompt
 
 log = logging.getLogger(__name__)
@@ -57,7 +62,8 @@ class Tokens(Protocol):
 class Rank(msgspec.Struct, frozen=True):
     """One publisher as requests reach it. ``models``: served name → adapter ("" for the base);
     ``entries`` are the same as the engine's own /v1/models lists them. ``resume_point``: why the
-    layout counts with the minimal resume point or with the full one."""
+    layout counts with the minimal resume point or with the full one. ``member`` and what follows:
+    of halves of pairs."""
 
     publisher: Publisher
     url: str
@@ -67,6 +73,10 @@ class Rank(msgspec.Struct, frozen=True):
     headers: tuple[tuple[str, str], ...] = ()
     entries: tuple[dict[str, object], ...] = ()
     resume_point: str = ""
+    member: Member | None = None
+    role: Role = "combined"
+    pairing: PairingProtocol = "nixl"
+    bootstrap: str = ""
 
 
 class Steering:
@@ -86,6 +96,7 @@ class Steering:
         self._clock = clock
         self._ranks: dict[Publisher, Rank] = {}
         self._pending: dict[str, Entry] = {}
+        self._serves: dict[str, tuple[Publisher, ...]] = {}  # who could, of pending requests
         self._unreached: dict[Publisher, float] = {}  # when a connection last could not be made
         self.gaps = dispatcher.gaps
         self.errors = dispatcher.errors
@@ -93,35 +104,38 @@ class Steering:
         self.health_notes: list[Callable[[], Problems]] = []  # to be known, but no fault
         self.fallbacks: Counter[str] = Counter()
         self._faults: dict[str, str] = {}  # part of ours → why it failed when it was last needed
+        self._pairing = Pairing(dispatcher, self._ranks, clock)
+        self.transports = self._pairing.transports
+        self.decisions = 0  # requests that were routed
+        self.objectives = {"met": 0, "missed": 0}  # of answers that show their first token
+        self.draining: frozenset[str] = frozenset()  # workers that get no new requests
 
-    @property
-    def decisions(self) -> int:
-        """How many requests were routed."""
-        return self._dispatcher.decisions
-
-    def _tell(self, event: Input) -> None:
+    def tell(self, event: Input) -> None:
+        """An input of the dispatcher, now."""
         self._dispatcher.handle(event, self._clock())
 
     # -- engines --------------------------------------------------------------------------------
 
     def add(self, rank: Rank) -> None:
         """An engine can be asked from now on; again with other facts: the old ones go."""
-        self._tell(Join(rank.publisher, rank.layout, rank.fingerprint))
+        self.tell(Join(rank.publisher, rank.layout, rank.fingerprint))
         self._ranks[rank.publisher] = rank
+        self._pairing.settle()
 
     def remove(self, publisher: Publisher) -> None:
         """The engine is no longer configured; its requests in flight end by themselves."""
         self._unreached.pop(publisher, None)
         if self._ranks.pop(publisher, None) is not None:
-            self._tell(Leave(publisher))
+            self.tell(Leave(publisher))
+            self._pairing.settle(gone=publisher)
 
     def set_up(self, publisher: Publisher, up: bool) -> None:
         """Health as polled."""
-        self._tell(SetUp(publisher, up))
+        self.tell(SetUp(publisher, up))
 
     def set_load(self, publisher: Publisher, requests: int) -> None:
         """Requests running and waiting, as the engine itself reports them."""
-        self._tell(SetLoad(publisher, requests))
+        self.tell(SetLoad(publisher, requests))
 
     def in_flight(self) -> dict[Publisher, int]:
         """Requests under way, per engine."""
@@ -143,6 +157,7 @@ class Steering:
             "engine_down": {str(p): "see workers" for p in sorted(self._ranks) if p not in up},
             "hit_gap": {str(p): gap.flag for p, gap in sorted(self.gaps.items()) if gap.flag},
             "internal": dict(self._faults),
+            "pair_refused": self._pairing.refusals(),
         }
         for part in self.health_parts:
             problems.update(part())
@@ -150,22 +165,41 @@ class Steering:
         for note in self.health_notes:
             problems.update(note())
         details: dict[str, object] = {p: whom for p, whom in problems.items() if whom}
-        return Health(ready=bool(up), flags=tuple(flags), details=details)
+        ready = any(publisher.worker not in self.draining for publisher in up)
+        return Health(ready=ready, flags=tuple(flags), details=details)
 
     # -- Steer ----------------------------------------------------------------------------------
 
     async def choose(self, request: Inbound) -> Route:
-        """Raises RequestError 404 for an unknown model, 503 when no engine was ever reached."""
-        self._serving(request.body.get("model"))  # a wrong name is not worth tokenizing
+        """Raises RequestError 404 for an unknown model, 503 when no engine was ever reached, 429
+        or 503 when the request is not taken (`core.admission`)."""
+        self._serving(request)  # a wrong name is not worth tokenizing
         prompt = await self._prompt(request)
-        ranks = self._serving(request.body.get("model"))  # engines come and go meanwhile
-        decision = self._decide(request, ranks, prompt)
+        ranks = self._serving(request)  # engines come and go meanwhile
+        among, whole = self._pairing.candidates(request, ranks)
+        if not among:
+            raise _not_whole(whole)
+        if request.id in self._pending:  # of another client: both halves go by its id
+            request = msgspec.structs.replace(request, id=f"{request.id}#{self.decisions}")
+        self.decisions += 1
+        decision = self._decide(request, {p: ranks[p] for p in among}, prompt)
+        if decision.refusal is not None:
+            self._log.refused(decision)
+            raise _not_taken(decision, decision.refusal)
         if decision.unkeyed:
             self.fallbacks[decision.unkeyed] += 1
-        targets = tuple(_target(ranks[plan.publisher], plan) for plan in decision.plans)
+        if not whole:
+            decision = self._dispatcher.in_time_first(self._pairing.priced(decision, ranks))
+        targets = tuple(_target(ranks[p.publisher], p, whole=bool(whole)) for p in decision.plans)
         shares = {str(p): share for p, share in self._dispatcher.shares(decision.id).items()}
         self._pending[decision.id] = self._log.decided(decision, shares)
-        return Route(decision.id, targets, decision.prompt_tokens, decision.unkeyed)
+        self._serves[decision.id] = tuple(ranks)
+        route = Route(decision.id, targets, decision.prompt_tokens, decision.unkeyed, whole)
+        if any(t.half for t in targets) and request.deadline_s < math.inf:
+            route.alone_s = self._pairing.alone_s(decision, ranks)
+        entry = self._pending[decision.id]
+        entry.fallbacks, entry.halves = route.fallbacks, tuple(t.worker for t in targets if t.half)
+        return route
 
     def left(self, route: Route) -> bool:
         """Whether somebody else serves the model who has no plan yet."""
@@ -181,22 +215,52 @@ class Steering:
         entry.decision = msgspec.structs.replace(
             entry.decision, plans=(*entry.decision.plans, *plans)
         )
-        return tuple(_target(self._ranks[plan.publisher], plan) for plan in plans)
+        whole = bool(route.whole)
+        return tuple(_target(self._ranks[plan.publisher], plan, whole=whole) for plan in plans)
+
+    def decoders(self, route: Route, prefill: Target) -> tuple[Target, ...]:
+        """Decode halves that may pair with it, by price."""
+        first, serving = _publisher(prefill), self._still(route)
+        if first not in serving:
+            return ()
+        order = self._pairing.decoders(route.id, first, serving, route.prompt_tokens)
+        return tuple(_priced(self._ranks[plan.publisher], plan, "decode") for plan in order)
+
+    def alone(self, route: Route, failed: Half) -> tuple[Target, ...]:
+        """Engines that look well, by load: decode halves, combined ones, prefill halves."""
+        entry = self._pending.get(route.id)
+        if entry is None:
+            return ()
+        first = entry.decision.plans[0].publisher
+        self.tell(Finished(route.id, first, False))  # where it is not over already
+        serving = self._still(route)
+        order = self._pairing.alone(route.id, serving, route.prompt_tokens, failed)
+        return tuple(_priced(self._ranks[plan.publisher], plan, "") for plan in order)
+
+    def prefilled(self, route: Route, prefill: Target, cached_tokens: int, ttft_s: float) -> None:
+        """Free its books, and learn from what it took."""
+        if route.id in self._pending:
+            publisher, now = _publisher(prefill), self._clock()  # one moment: it decodes nothing
+            self._dispatcher.handle(FirstToken(route.id), now)
+            end = Finished(route.id, publisher, True, cached_tokens, ttft_s)
+            self._dispatcher.handle(end, now)
 
     def sent(self, route: Route, target: Target) -> None:
         """Count it as in flight on ``target``."""
         entry = self._pending.get(route.id)
-        if entry is not None:
-            entry.tried.append(target.worker)
-            self._tell(Sent(route.id, _publisher(entry, target)))
+        if entry is None:
+            return
+        entry.tried.append(target.worker)
+        publisher = _publisher(target)
+        if target.half == "prefill" or not self._pairing.sent(route.id, publisher):
+            self.tell(Sent(route.id, publisher))
 
     def unreached(self, route: Route, target: Target) -> None:
         """Polls take seconds to mark an engine down, and each request until then would try it
         first: it is no candidate before the next good look (`reached`), all ranks of it."""
-        entry = self._pending.get(route.id)
-        if entry is None:
+        if route.id not in self._pending:
             return
-        worker = _publisher(entry, target).worker
+        worker = _publisher(target).worker
         for publisher in [p for p in self._ranks if p.worker == worker]:
             self._unreached[publisher] = self._clock()
             self.set_up(publisher, False)
@@ -211,23 +275,55 @@ class Steering:
 
     def first_token(self, route: Route, ttft_s: float) -> None:
         """The engine's prefill queue moved on."""
-        self._tell(FirstToken(route.id))
+        if not self._pairing.first_token(route.id):
+            self.tell(FirstToken(route.id, ttft_s))
 
     def finished(self, route: Route, outcome: Outcome) -> None:
         """Free the books and learn."""
         entry = self._pending.pop(route.id, None)
         if entry is None:
             return
+        self._serves.pop(route.id, None)
         ok = 200 <= outcome.status < 300
-        publisher = _publisher(entry, outcome.target)
-        self._tell(Finished(route.id, publisher, ok, outcome.cached_tokens, outcome.ttft_s))
+        publisher = _publisher(outcome.target)
+        leg = self._pairing.over(route.id, ok=ok, cached_tokens=outcome.cached_tokens)
+        if leg is not None:
+            entry.hand_off = leg.hand_off
+            self.tell(Finished(route.id, publisher, False))  # a first half that never ended
+        else:
+            ttft_s = outcome.ttft_s
+            self.tell(Finished(route.id, publisher, ok, outcome.cached_tokens, ttft_s))
+        slo_s = entry.decision.ttft_slo_s
+        if slo_s and outcome.ttft_s >= 0:
+            self.objectives["met" if outcome.ttft_s <= slo_s else "missed"] += 1
         self._log.ended(entry, outcome)
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _serving(self, model: object) -> dict[Publisher, Rank]:
+    def _still(self, route: Route) -> list[Publisher]:
+        """Who serves it, of those that are still configured; where one at least does not drain,
+        without those that do."""
+        there = [p for p in self._serves.get(route.id, ()) if p in self._ranks]
+        return [p for p in there if p.worker not in self.draining] or there
+
+    def _serving(self, request: Inbound) -> dict[Publisher, Rank]:
         if not self._ranks:
             raise RequestError("no engine has been reached yet", status=503, code="no_engine")
+        named = self._named(request.body.get("model"))
+        ranks = {p: r for p, r in named.items() if p.worker not in self.draining}
+        if not ranks:
+            text = f"all engines that serve it are draining: {', '.join(map(str, sorted(named)))}"
+            raise RequestError(text, status=503, code="no_engine")
+        among = request.among
+        if among is None:
+            return ranks
+        ranks = {p: r for p, r in ranks.items() if not among.isdisjoint(endpoint_of(r.url))}
+        if not ranks:
+            text = "none of the endpoints that this request is limited to serves its model"
+            raise RequestError(text, status=503, code="no_engine")
+        return ranks
+
+    def _named(self, model: object) -> dict[Publisher, Rank]:
         if model is None:
             return dict(self._ranks)
         name = model if isinstance(model, str) else None
@@ -243,15 +339,18 @@ class Steering:
         return ranks
 
     async def _prompt(self, request: Inbound) -> Prompt:
-        if self._dispatcher.router.policy != "price":
-            return Prompt(reason=self._dispatcher.router.policy)
+        if self._dispatcher.router.params.policy in BLIND:
+            return Prompt(reason=self._dispatcher.router.params.policy)
         if request.path not in KEYED_PATHS:
             return Prompt(reason="no_prompt")
         if self._tokens is None:
             return Prompt(reason="no_tokenizer")
         try:
-            prompt = await self._tokens.prompt(request.path, request.body)
+            async with for_s(SHARE * request.deadline_s) as lookup:
+                prompt = await self._tokens.prompt(request.path, request.body)
         except Exception as error:  # fail open: a tokenizer must never fail a request
+            if lookup.expired():
+                return Prompt(reason="late")
             return Prompt(reason=self._failed("tokenizer", request, error))
         self._faults.pop("tokenizer", None)
         return prompt
@@ -265,7 +364,7 @@ class Steering:
     async def looked_up(self, request: Inbound) -> tuple[Prompt, list[tuple[Rank, list[bytes]]]]:
         """For inspection: the prompt, and per engine that serves its model the block keys that
         it would be asked for (none where the prompt cannot be keyed). Raises as `choose`."""
-        ranks = self._serving(request.body.get("model"))
+        ranks = self._serving(request)
         prompt = await self._prompt(request)
         tokens = max((prompt.tokens, *prompt.others), key=len)
         return prompt, [(rank, self._keys(rank, request, tokens)) for rank in ranks.values()]
@@ -285,7 +384,9 @@ class Steering:
             tokens = max((prompt.tokens, *prompt.others), key=len)
             among = tuple((p, _adapter(rank, request)) for p, rank in ranks.items())
             try:
-                question = Question(request.id, among, tokens, scope_of(request))
+                question = Question(
+                    request.id, among, tokens, scope_of(request), ttft_slo_s=request.ttft_slo_s
+                )
                 decision = self._dispatcher.handle(question, self._clock())
             except Exception as error:  # fail open: nor must the directory
                 reason = self._failed("directory", request, error)
@@ -298,6 +399,7 @@ class Steering:
             tuple((publisher, "") for publisher in ranks),
             unkeyed=reason,
             prompt_tokens=prompt.count,
+            ttft_slo_s=request.ttft_slo_s,
         )
         decision = self._dispatcher.handle(unkeyed, self._clock())
         assert decision is not None
@@ -307,11 +409,55 @@ class Steering:
 def scope_of(request: Inbound) -> Scope:
     """Who may share this prompt's blocks: the salt in the header wins over the one in the body."""
     salt = request.headers.get(SALT_HEADER) or request.body.get("cache_salt")
-    return Scope("tenant", salt) if isinstance(salt, str) and salt else PUBLIC
+    return tenant_scope(salt) if isinstance(salt, str) else PUBLIC
 
 
-def _target(rank: Rank, plan: Plan) -> Target:
-    return Target(str(rank.publisher), rank.url, rank.headers, plan.resume_tokens)
+def _target(rank: Rank, plan: Plan, *, whole: bool) -> Target:
+    target = _priced(rank, plan, "prefill" if rank.role == "prefill" and not whole else "")
+    return msgspec.structs.replace(
+        target,
+        expected_hit_tokens=plan.resume_tokens,
+        remote_tokens=sum(plan.tier_tokens[1:]),
+    )
+
+
+def _priced(rank: Rank, plan: Plan, half: Half) -> Target:
+    return Target(
+        str(rank.publisher),
+        rank.url,
+        rank.headers,
+        half=half,
+        pairing=rank.pairing,
+        bootstrap=rank.bootstrap,
+        ttft_s=plan.price.ttft_s,
+        wait_s=plan.price.wait_s,
+    )
+
+
+def _not_taken(decision: Decision, refusal: Refusal) -> RequestError:
+    if refusal.reason == "in_flight_max":
+        text = "as many requests are in flight as may be (admission.in_flight_max)"
+        return RequestError(text, status=503, code="in_flight_max")
+    text = (
+        f"no engine is predicted to give the first token within {decision.ttft_slo_s:.3g} s: the "
+        f"soonest, {refusal.soonest}, after {refusal.ttft_s:.3g} s, for others wait there"
+    )
+    after_s = math.ceil(refusal.retry_after_s)
+    return RequestError(text, status=429, code="slo_unreachable", retry_after_s=after_s)
+
+
+def _not_whole(why: str) -> RequestError:
+    """No engine here serves a request that is not split."""
+    if why == "no_pair":
+        text = "no two halves of a pair may meet, and no engine serves whole requests"
+        return RequestError(text, status=503, code="no_pair")
+    if why == "proxy":
+        text = "a proxy carries a request to one engine, and no engine here serves whole requests"
+        return RequestError(text, status=503, code="no_pair")
+    text = (
+        f"{why!r}: such a request cannot be split over a pair, and no engine here serves it alone"
+    )
+    return RequestError(text, code="not_pairable", param=why)
 
 
 def _adapter(rank: Rank, request: Inbound) -> str:
@@ -319,6 +465,6 @@ def _adapter(rank: Rank, request: Inbound) -> str:
     return rank.models.get(model, "") if isinstance(model, str) else ""
 
 
-def _publisher(entry: Entry, target: Target) -> Publisher:
-    plans = entry.decision.plans
-    return next(p.publisher for p in plans if str(p.publisher) == target.worker)
+def _publisher(target: Target) -> Publisher:
+    worker, _, rank = target.worker.partition("#")
+    return Publisher(worker, int(rank or 0))

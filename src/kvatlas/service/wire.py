@@ -1,4 +1,4 @@
-"""The engines' own event bytes, decoded into `core.events`.
+"""The engines' own event bytes, and those of agents, as `core.events`.
 
 Known publishers: vLLM (tagged arrays up to 0.11 or so, named maps since), SGLang (the same two
 forms) and what follows either. The batch is an array ``[ts, events, dp_rank]`` in all of them.
@@ -13,6 +13,8 @@ block of the prompt only) and digests of prompt embeddings, in this order. Here 
   bare text would file it as a salt: that misses hits and never makes one up;
 - extras: everything else, as opaque bytes that a prompt of mere text never has.
 
+Agents send the same batches with two events of their own (`encoded_units`), our keys in a row.
+
 Nothing is guessed: a lower tier's event that does not say its extra keys, although its engine has
 them, keeps its hashes only ("location only") and is keyed by the event that stored the block.
 """
@@ -24,10 +26,20 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 
-from kvatlas.core.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event
+from kvatlas.core.events import (
+    AllBlocksCleared,
+    Batch,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    UnitsGone,
+    UnitsHeld,
+)
+from kvatlas.core.keys import KEY_BYTES
 from kvatlas.core.records import Tier
 
 PAYLOAD_BYTES_MAX = 64 << 20
@@ -116,9 +128,25 @@ class _TagMap(msgspec.Struct):
     type: str
 
 
-_Map = _StoredMap | _RemovedMap | _ClearedMap
+class _Units(msgspec.Struct):
+    """``bodies`` and ``points``: keys one after the other."""
+
+    tier: Literal["dram", "disk", "object"]
+    bodies: bytes = b""
+    points: bytes = b""
+
+
+class _HeldMap(_Units, tag="UnitsHeld"):
+    pass
+
+
+class _GoneMap(_Units, tag="UnitsGone"):
+    pass
+
+
+_Map = _StoredMap | _RemovedMap | _ClearedMap | _HeldMap | _GoneMap
 _Array = _StoredArray | _RemovedArray | _ClearedArray
-_KNOWN = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+_KNOWN = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared", "UnitsHeld", "UnitsGone"})
 
 _decode_batch = msgspec.msgpack.Decoder(_Batch).decode
 _decode_map = msgspec.msgpack.Decoder(_Map).decode
@@ -218,7 +246,29 @@ def _event(raw: msgspec.Raw) -> Event | None:
         if positional and not isinstance(decoded.group_idx, int):
             decoded.group_idx = None
         return BlockRemoved(hashes, tier, _number(decoded.group_idx)) if hashes else None
+    if isinstance(decoded, _Units):
+        kind = UnitsHeld if isinstance(decoded, _HeldMap) else UnitsGone
+        return kind(Tier[decoded.tier.upper()], _keys(decoded.bodies), _keys(decoded.points))
     return AllBlocksCleared()
+
+
+def _keys(data: bytes) -> tuple[bytes, ...]:
+    if len(data) % KEY_BYTES:
+        raise _Malformed("keys are not whole")
+    return tuple([data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)])
+
+
+def encoded_units(ts: float, events: Sequence[AllBlocksCleared | UnitsHeld | UnitsGone]) -> bytes:
+    """An agent's batch, as `Decoder` reads it; ``ts`` in seconds since 1970."""
+    made: list[_ClearedMap | _Units] = []
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            made.append(_ClearedMap())
+            continue
+        kind = _HeldMap if isinstance(event, UnitsHeld) else _GoneMap
+        tier: Any = event.tier.name.lower()
+        made.append(kind(tier, b"".join(event.bodies), b"".join(event.points)))
+    return msgspec.msgpack.encode((ts, made, 0))
 
 
 def _tag(raw: msgspec.Raw, first: int) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from kvatlas.core.directory import Directory
 from kvatlas.core.dispatch import Dispatcher, Finished, Join, Question, Settle
 from kvatlas.core.events import BlockStored
-from kvatlas.core.keys import PUBLIC, Scope
+from kvatlas.core.keys import tenant_scope
 from kvatlas.core.native import KeyTable, NameTable
 from kvatlas.core.router import Plan, Router
 from kvatlas.sim.checkers import BACK_S, Checkers, own_tokens
@@ -19,6 +19,7 @@ from kvatlas.sim.gateway import Outcome
 
 #: Entries that may be left in all maps and queues when nothing is held: bits, last of their kind.
 LEFT_MAX = 100
+_LEAVES = frozenset((bytes, int, float, str, bool, type(None)))  # of which most of it consists
 _NO_ENGINE = ("the engine broke off", "the engine fell silent")
 
 
@@ -45,6 +46,12 @@ def _check_fault(checkers: Checkers, world: FaultWorld, outcome: Outcome) -> Non
     if outcome.fault == "the client left":
         if outcome.id not in world.left:
             checkers.report("unexplained-error", f"{outcome.id}: {outcome.fault}, it is said")
+        return
+    if outcome.fault == "in_flight_max":
+        sent = [checkers.spans[o.id] for o in checkers.outcomes.values() if o.tried]
+        there = sum(begin <= start <= over for begin, over in sent)
+        if there < world.scenario.in_flight_max:
+            checkers.report("unexplained-error", f"{outcome.id}: refused, with {there} in flight")
         return
     if outcome.fault in _NO_ENGINE:
         if not world.outages.touched(outcome.tried[-1], start, end):
@@ -88,7 +95,8 @@ def check_promises(checkers: Checkers, world: FaultWorld, asks: Iterable[Ask]) -
         for plan in plans(world, ask):
             engine = world.engines[plan.publisher.worker]
             pool = engine.model.pool
-            holding = pool.open(ask.tokens, salt=ask.scope, adapter=ask.adapter)
+            keys = checkers.prompt(ask, engine.layout).keys
+            holding = pool.open(ask.tokens, salt=ask.scope, adapter=ask.adapter, keys=keys)
             true = pool.lookup(holding).tokens
             promised = own_tokens(plan)
             what = (
@@ -136,7 +144,7 @@ def told_twice(
 def plans(world: FaultWorld, ask: Ask) -> tuple[Plan, ...]:
     """What the core would decide now for such a request; it is not sent."""
     dispatcher, now = world.dispatcher, world.loop.now
-    scope = Scope("tenant", ask.scope) if ask.scope else PUBLIC
+    scope = tenant_scope(ask.scope)
     among = tuple((engine.publisher, ask.adapter) for engine in world.engines.values())
     decision = dispatcher.handle(Question("check", among, ask.tokens, scope), now)
     assert decision is not None
@@ -144,26 +152,32 @@ def plans(world: FaultWorld, ask: Ask) -> tuple[Plan, ...]:
     return decision.plans
 
 
-def check_convergence(checkers: Checkers, world: FaultWorld) -> None:
-    """The directory is what a new one would be that heard each engine's whole present history."""
+def new_core(world: FaultWorld, *, told: bool) -> Dispatcher:
+    """One that knows this world's engines and agents; ``told``: and all that they ever said."""
+    core = Dispatcher(Directory(world.keyring), Router(), world.keyring)
+    for node in world.nodes or ():
+        engines = tuple(world.engines[name].publisher for name in node.engines)
+        core.handle(Settle(node.publisher, engines), 0.0)
+        for batch in node.history if told else ():
+            core.apply(node.publisher, batch.events)
+    for engine in world.engines.values():
+        core.handle(Join(engine.publisher, engine.layout, engine.identity), 0.0)
+        for batch in engine.history if told else ():
+            core.apply(engine.publisher, batch.events)
+    return core
+
+
+def check_convergence(checkers: Checkers, world: FaultWorld, heard: Dispatcher) -> None:
+    """The directory is what that of a new core is which heard each present history as a whole."""
     limits = world.scenario.directory
     directory = world.dispatcher.directory
     if directory.holders > limits.holders_max:
         checkers.report("bounds", f"{directory.holders} holders, {limits.holders_max} are allowed")
-    fresh = Directory(world.keyring)
-    for node in world.nodes or ():
-        engines = [world.engines[name].publisher for name in node.engines]
-        fresh.settle(node.publisher, engines)
-        for batch in node.history:
-            fresh.apply(node.publisher, batch.events)
     for engine in world.engines.values():
-        publisher = engine.publisher
-        count = directory.holders_of(publisher)
+        count = directory.holders_of(engine.publisher)
         if count > limits.holders_per_publisher_max:
-            checkers.report("bounds", f"{publisher} has {count} holders, more than is allowed")
-        fresh.register(publisher, engine.layout, engine.identity)
-        for batch in engine.history:
-            fresh.apply(publisher, batch.events)
+            checkers.report("bounds", f"{engine.publisher} has {count} holders, more than allowed")
+    fresh = heard.directory
     shared = world.nodes is not None and world.nodes.tiers.store is not None
     if world.scenario.roomy and not shared and fresh.digest() != directory.digest():
         checkers.report("convergence", f"holders: {directory.holders}, should be {fresh.holders}")
@@ -171,12 +185,7 @@ def check_convergence(checkers: Checkers, world: FaultWorld) -> None:
 
 def check_memory(checkers: Checkers, world: FaultWorld) -> None:
     """No engine holds anything any more: nor does any map or queue of the core."""
-    fresh = Dispatcher(Directory(world.keyring), Router(), world.keyring)
-    for node in world.nodes or ():
-        engines = tuple(world.engines[name].publisher for name in node.engines)
-        fresh.handle(Settle(node.publisher, engines), 0.0)
-    for engine in world.engines.values():
-        fresh.handle(Join(engine.publisher, engine.layout, engine.identity), 0.0)
+    fresh = new_core(world, told=False)
     kept, least = census(world.dispatcher), census(fresh)
     if kept > least + LEFT_MAX:
         checkers.report(
@@ -190,19 +199,21 @@ def check_memory(checkers: Checkers, world: FaultWorld) -> None:
 
 
 def census(root: object) -> int:
-    """Entries of every container that an object of the core reaches through its attributes."""
+    """Entries of all that can grow and that an object of the core reaches by its attributes."""
     seen: set[int] = set()
     found, waiting = 0, [root]
     while waiting:
         thing = waiting.pop()
-        if id(thing) in seen:
+        if type(thing) in _LEAVES or id(thing) in seen:
             continue
         seen.add(id(thing))
         if isinstance(thing, dict):
             found += len(thing)
             waiting += [*thing, *thing.values()]
-        elif isinstance(thing, list | deque | set | tuple):
+        elif isinstance(thing, list | deque | set):
             found += len(thing)
+            waiting += thing
+        elif isinstance(thing, tuple):  # does not grow: whoever keeps many of them is counted
             waiting += thing
         elif isinstance(thing, KeyTable | NameTable):
             found += len(thing)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from kvatlas.core.directory import Directory
-from kvatlas.core.dispatch import Dispatcher, Join
+from kvatlas.core.dispatch import Dispatcher
 from kvatlas.core.lanes import lanes_of
 from kvatlas.core.records import Tier
-from kvatlas.core.router import Router
 from kvatlas.sim.checkers import Checkers
 from kvatlas.sim.checkers_end import census
 from kvatlas.sim.faults_world import FaultWorld
@@ -32,18 +30,13 @@ def check_counts(checkers: Checkers, world: FaultWorld) -> None:
         checkers.report("bounds", f"{total} holders are counted as {directory.holders}")
 
 
-def check_kept(checkers: Checkers, world: FaultWorld) -> None:
-    """At rest no more is kept than a new core keeps that heard the engines' whole histories. Where
+def check_kept(checkers: Checkers, world: FaultWorld, heard: Dispatcher) -> None:
+    """At rest no more is kept than a new core keeps that ``heard`` all histories as a whole. Where
     limits are reached it depends on the order what is refused, and what waits for it in vain."""
     if not world.scenario.roomy:
         return
-    fresh = Dispatcher(Directory(world.keyring), Router(), world.keyring)
-    for engine in world.engines.values():
-        fresh.handle(Join(engine.publisher, engine.layout, engine.identity), 0.0)
-        for batch in engine.history:
-            fresh.apply(engine.publisher, batch.events)
     kept, least = (
-        census(each) - census(each.directory.shelves) for each in (world.dispatcher, fresh)
+        census(each) - census(each.directory.shelves) for each in (world.dispatcher, heard)
     )
     spare = SPARE_MAX * (1 if world.nodes is None else 3) + _empty_books(world)
     if kept > least + spare:
@@ -57,6 +50,14 @@ def _empty_books(world: FaultWorld) -> int:
     ever += [len(lanes_of(member.layout)) for member in world.scenario.members]
     now = max(len(lanes_of(engine.layout)) for engine in world.engines.values())
     return (max(ever) - now) * (len(Tier) + 1)
+
+
+def check_waiting(checkers: Checkers, world: FaultWorld, source: str) -> None:
+    """What waits of one engine's events is no more than may."""
+    limits = world.scenario.feed
+    batches, size_bytes = world.gateway.feed(source).sequencer.waiting()
+    if batches > limits.waiting_batches_max or size_bytes > limits.waiting_bytes_max:
+        checkers.report("bounds", f"{source}: {batches} batches wait, {size_bytes} bytes")
 
 
 def check_flights(checkers: Checkers, world: FaultWorld) -> None:

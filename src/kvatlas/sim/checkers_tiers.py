@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from kvatlas.core.events import Batch, UnitsHeld
 from kvatlas.core.inventory import OWN
-from kvatlas.core.keys import PUBLIC, Scope
+from kvatlas.core.keys import tenant_scope
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Resume, Tier
 from kvatlas.core.units import Part, Sizes, name_of
@@ -23,6 +23,7 @@ from kvatlas.sim.faults import Ask
 from kvatlas.sim.faults_world import FaultWorld, fingerprint
 from kvatlas.sim.tier_node import SimNode
 from kvatlas.sim.tier_side import TierSide
+from kvatlas.workload.prompt_keys import PromptKeys
 
 #: Entries that an agent without units may keep: prices, ghosts, what its heaps have not swept yet.
 AGENT_LEFT_MAX = 12_000
@@ -182,13 +183,18 @@ def check_reach(checkers: Checkers, world: FaultWorld, asks: Iterable[Ask]) -> N
     agents offer nothing that is of another scope, adapter or model."""
     if world.nodes is None:
         return
-    homes = {name: node for node in world.nodes for name in node.engines}
+    homes = {name: node.name for node in world.nodes for name in node.engines}
     exact = world.scenario.roomy
+    held = {node.name: _held(node) for node in world.nodes}
     for ask in asks:
+        asked: dict[bytes, tuple[list[bytes], list[Resume]]] = {}  # by fingerprint
         for engine in world.engines.values():
-            keys = keys_of(world, ask, engine.identity, engine.layout)
-            true = _resume(homes[engine.name], engine, ask, keys)
-            found = world.dispatcher.directory.peek(keys, engine.identity)
+            identity, prompt = engine.identity, checkers.prompt(ask, engine.layout)
+            if identity not in asked:
+                keys = keys_of(world, ask, identity, engine.layout)
+                asked[identity] = keys, world.dispatcher.directory.peek(keys, identity)
+            keys, found = asked[identity]
+            true = _resume(held[homes[engine.name]], engine, ask, keys, prompt.keys)
             told = next((r for r in found if r.publisher == engine.publisher), None)
             tokens = min(told.tokens if told else 0, _limit(engine, ask))
             store = told is not None and _from_store(told)
@@ -216,19 +222,28 @@ def _limit(engine: SimEngine, ask: Ask) -> int:
 def keys_of(world: FaultWorld, ask: Ask, identity: bytes, layout: Layout) -> list[bytes]:
     """Block keys of a prompt for engines of one fingerprint."""
     ring, grid = world.keyring, layout.grid_tokens
-    scope = Scope("tenant", ask.scope) if ask.scope else PUBLIC
+    scope = tenant_scope(ask.scope)
     root = ring.root(identity, scope, ask.adapter)
     full = len(ask.tokens) // 4 // grid * grid
     return list(ring.chain(root, memoryview(ask.tokens)[: full * 4], grid))
 
 
-def _resume(node: SimNode, engine: SimEngine, ask: Ask, keys: list[bytes]) -> int:
-    """The deepest position that the engine's pool and the media of its node give."""
-    pool, grid = engine.model.pool, engine.layout.grid_tokens
-    local = pool.lookup(pool.open(ask.tokens, salt=ask.scope, adapter=ask.adapter)).tokens
+def _held(node: SimNode) -> set[bytes]:
+    """Names of what can be used of its tiers and the store."""
     held: set[bytes] = set()
     for tier in (*OWN, Tier.OBJECT):
         held |= _readable(node, tier)
+    return held
+
+
+def _resume(
+    held: set[bytes], engine: SimEngine, ask: Ask, keys: list[bytes], own: PromptKeys
+) -> int:
+    """The deepest position that the engine's pool and the media of its node give; ``own``: the
+    engine's keys of this prompt."""
+    pool, grid = engine.model.pool, engine.layout.grid_tokens
+    holding = pool.open(ask.tokens, salt=ask.scope, adapter=ask.adapter, keys=own)
+    local = pool.lookup(holding).tokens
     points, best = Sizes(engine.layout).has_points, local
     for number in range(local // grid, _limit(engine, ask) // grid):
         if name_of(keys[number], Part.BODY) not in held:

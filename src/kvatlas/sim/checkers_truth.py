@@ -89,7 +89,8 @@ class Prompt:
         slots = [slot for slot in unroll(layout) if slot.group.required]
         self.chains = [(s.index, s.block_tokens) for s in slots if s.need is None]
         self.windows = [(s.index, s.block_tokens, s.need) for s in slots if s.need is not None]
-        self.key = PromptKeys(tokens, key_step(layout), salt=salt, adapter=adapter).key
+        self.keys = PromptKeys(tokens, key_step(layout), salt=salt, adapter=adapter)
+        self.key = self.keys.key
 
 
 class Filled(bytes):
@@ -119,6 +120,7 @@ class Witness:
         self._arrives: dict[str, Arrive] = {}
         self._unread: dict[str, tuple[BlockRef, ...]] = {}
         self._users: dict[int, dict[str, BlockRef]] = {}  # block → requests that read it
+        self._reading: dict[str, set[int]] = {}  # the same by request
         self._done: dict[str, int] = {}  # tokens that a request has computed
 
     @property
@@ -134,6 +136,7 @@ class Witness:
         self._done[request.id] = admitted.cached_tokens
         for ref in admitted.resumed:
             self._users.setdefault(ref.block_id, {})[request.id] = ref
+        self._reading[request.id] = {ref.block_id for ref in admitted.resumed}
         self._memory.resume(request, admitted)
 
     def compute(self, computed: Computed, tokens: bytes) -> None:
@@ -163,6 +166,8 @@ class Witness:
         self._arrives.pop(id, None)
         self._unread.pop(id, None)
         self._done.pop(id, None)
+        for block_id in self._reading.pop(id, ()):  # it may come again, with other blocks
+            self._users[block_id].pop(id, None)
         self._memory.release(id)
 
     def read(self, block_id: int) -> bytes:
@@ -198,6 +203,7 @@ class Witness:
                     "wrong-bytes", f"{self.engine}: {id} fills a block that {other} still reads"
                 )
         self._users[ref.block_id] = kept
+        self._reading[id].add(ref.block_id)
 
     def _reads(self, ref: BlockRef, done: int) -> bool:
         """Does a request that computed ``done`` tokens still attend to this block?"""

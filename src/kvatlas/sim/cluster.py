@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,16 +10,28 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvatlas.config import Count, Positive, Rate, Seconds, line_of, read
+from kvatlas.config import (
+    BytesPerSecond,
+    Count,
+    Positive,
+    Rate,
+    Seconds,
+    line_of,
+    read,
+    size_bytes,
+)
 from kvatlas.core.agent_values import Config
+from kvatlas.core.ahead_copies import Params as AheadParams
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Tier
+from kvatlas.core.rivals import Knobs
+from kvatlas.core.router import Policy
 from kvatlas.errors import ConfigError, LayoutError
 from kvatlas.sim.gateway import GatewaySpec
 from kvatlas.sim.links import PROFILES as LINKS
 from kvatlas.sim.links import LinkSpec
 from kvatlas.sim.pairs import PairSpec
-from kvatlas.sim.tier_spec import DISK_READ, DISK_WRITE, TierSpec, size_bytes
+from kvatlas.sim.tier_spec import DISK_READ, DISK_WRITE, LoadPath, TierSpec
 from kvatlas.workload.device import Device
 from kvatlas.workload.models import load_config, load_layout
 from kvatlas.workload.pool import Pool, pool_blocks
@@ -32,14 +45,15 @@ DEVICES_MAX = 4096  # of one engine
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Role = Literal["combined", "prefill", "decode"]
 Devices = Annotated[int, msgspec.Meta(ge=1, le=DEVICES_MAX)]
-Policy = Literal["price", "round_robin", "least_load"]
 
 
 class RouterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``policy`` as in kvatlas.toml; the rate is the prior of the first few requests."""
+    """``policy`` as in kvatlas.toml; the rate is the prior of the first few requests; ``knobs``
+    are those of other routers' rules."""
 
     policy: Policy = "price"
     prefill_tokens_per_s: Rate = 8000.0
+    knobs: Knobs = Knobs()
 
 
 class NetworkTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,7 +74,8 @@ class GatewayTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     connect_timeout_s: Seconds = 2.0
     engine_idle_timeout_s: Seconds = 600.0
-    poll_s: Seconds = 1.0
+    ttft_slo_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
+    poll_s: Annotated[float, msgspec.Meta(ge=0.01, le=86_400)] = 1.0
 
 
 class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,7 +138,9 @@ class PairsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TiersTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What every node has below its engines: sizes as text ("1.5TB"), "" for none. ``object`` is
     one store for all; ``peers``: nodes read from each other's dram. ``host_link`` names the link
-    between engines and host memory, ``disk_read_bytes_per_s`` and its like what the disks reach.
+    between engines and host memory, ``storage_link`` each node's card for the store alone ("": its
+    network card), ``disk_read_bytes_per_s`` and its like what the disks reach. ``load_path``: see
+    `TierSpec`.
     """
 
     dram: str = ""
@@ -134,8 +151,10 @@ class TiersTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exclusive: bool = False
     write_through: bool = False
     host_link: str = "PCIe-5-x16"
-    disk_read_bytes_per_s: Rate = DISK_READ.bytes_per_s
-    disk_write_bytes_per_s: Rate = DISK_WRITE.bytes_per_s
+    storage_link: str = ""
+    load_path: LoadPath = "own"
+    disk_read_bytes_per_s: BytesPerSecond = DISK_READ.bytes_per_s
+    disk_write_bytes_per_s: BytesPerSecond = DISK_WRITE.bytes_per_s
 
 
 class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -150,12 +169,14 @@ class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link: tuple[LinkTable, ...] = ()
     pairs: PairsTable = PairsTable()
     tiers: TiersTable | None = None
+    ahead: AheadParams = AheadParams()
 
 
 TABLES: dict[str, type[msgspec.Struct]] = {
     "": ClusterFile,
     "engine": EngineTable,
     "router": RouterTable,
+    "router.knobs": Knobs,
     "network": NetworkTable,
     "gateway": GatewayTable,
     "directory": DirectoryTable,
@@ -163,6 +184,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "link": LinkTable,
     "pairs": PairsTable,
     "tiers": TiersTable,
+    "ahead": AheadParams,
 }
 
 
@@ -187,6 +209,7 @@ class Cluster(msgspec.Struct, frozen=True):
     directory: DirectoryTable = DirectoryTable()
     pairs: PairSpec = PairSpec()
     tiers: TierSpec | None = None
+    ahead: AheadParams = AheadParams()
 
     def devices(self) -> int:
         """Accelerators in all."""
@@ -247,27 +270,51 @@ def build(file: ClusterFile, where: Where) -> Cluster:
     gateway = GatewaySpec(
         connect_timeout_s=file.gateway.connect_timeout_s,
         engine_idle_timeout_s=file.gateway.engine_idle_timeout_s,
+        ttft_slo_s=file.gateway.ttft_slo_s or math.inf,
         poll_s=file.gateway.poll_s,
         poll_timeout_s=2 * file.gateway.poll_s,
     )
     pairs = PairSpec(file.pairs.lease_s, file.pairs.transfer_timeout_s)
-    return Cluster(
+    cluster = Cluster(
         tuple(members),
         file.router,
         file.network,
         gateway,
         file.directory,
         pairs,
-        _tiers(file.tiers, links, where),
+        ahead=file.ahead,
     )
+    tiers = _tiers(file.tiers, links, where)
+    if file.ahead.on and (tiers is None or not tiers.dram_bytes or not tiers.peers):
+        raise ConfigError(
+            f"{where('ahead')}: copies go from one node's dram to another's: give [tiers] dram and "
+            "peers = true"
+        )
+    return cluster if tiers is None else with_tiers(cluster, tiers, where)
+
+
+def with_tiers(cluster: Cluster, tiers: TierSpec, where: Where) -> Cluster:
+    """The same, with these tiers below its engines. Raises ConfigError where that cannot be."""
+    if any(not member.layout.components for member in cluster.members):
+        raise ConfigError(
+            f"{where('tiers')}: a plain block size does not tell how many bytes are saved and "
+            "loaded: name a model"
+        )
+    if tiers.load_path == "dual" and all(m.role == "combined" for m in cluster.members):
+        raise ConfigError(
+            f'{where("tiers.load_path")}: load_path "dual": it is decode engines that read for '
+            "prefill engines, and there are none"
+        )
+    return msgspec.structs.replace(cluster, tiers=tiers)
 
 
 def _tiers(table: TiersTable | None, links: dict[str, LinkSpec], where: Where) -> TierSpec | None:
     if table is None:
         return None
-    if table.host_link not in links:
-        known = ", ".join(links)
-        raise ConfigError(f"{where('tiers.host_link')}: unknown link {table.host_link!r}: {known}")
+    for field, link in (("host_link", table.host_link), ("storage_link", table.storage_link)):
+        if link not in links and (link or field == "host_link"):
+            known = ", ".join(links)
+            raise ConfigError(f"{where(f'tiers.{field}')}: unknown link {link!r}: {known}")
     sizes: dict[str, int] = {}
     for name, text in (("dram", table.dram), ("disk", table.disk), ("object", table.object)):
         try:
@@ -284,6 +331,8 @@ def _tiers(table: TiersTable | None, links: dict[str, LinkSpec], where: Where) -
             peers=table.peers,
             policy=table.policy,
             host_link=links[table.host_link],
+            storage_link=links.get(table.storage_link),
+            load_path=table.load_path,
             disk_read_link=LinkSpec(table.disk_read_bytes_per_s, DISK_READ.latency_s),
             disk_write_link=LinkSpec(table.disk_write_bytes_per_s, DISK_WRITE.latency_s),
             agent=Config(exclusive=table.exclusive, write_through=through),
@@ -394,6 +443,7 @@ def _blocks(table: EngineTable, layout: Layout, profile: Device, shape: Shape | 
     if blocks < 1:
         raise ConfigError(
             f"weights of {weights / 1e9:.0f} GB on {table.devices} × {table.device} "
-            f"({profile.memory_bytes / 1e9:.0f} GB) leave no room for KV: use more devices"
+            f"({profile.memory_bytes / 1e9:.0f} GB) leave no room for KV: use more devices, "
+            "or fewer bits (precision, expert_precision)"
         )
     return blocks

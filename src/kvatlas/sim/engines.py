@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from kvatlas.core.events import Batch, Event
+from kvatlas.core.events import Batch, BlockStored, Event
 from kvatlas.core.layout import Layout
-from kvatlas.core.records import Publisher
+from kvatlas.core.records import Publisher, Tier
 from kvatlas.sim.messages import (
     Accepted,
     Answers,
@@ -32,6 +32,8 @@ from kvatlas.sim.messages import (
 from kvatlas.sim.network import Network
 from kvatlas.sim.timeline import Timeline, Timer
 from kvatlas.workload.engine import Engine
+from kvatlas.workload.pace import Pace, paced
+from kvatlas.workload.prompt_keys import PromptKeys, TraceKeys
 from kvatlas.workload.protocol import (
     Abort,
     Admitted,
@@ -49,6 +51,7 @@ from kvatlas.workload.protocol import (
     Published,
     Rejected,
     Release,
+    Retime,
 )
 from kvatlas.workload.spec import EngineSpec
 
@@ -71,7 +74,7 @@ class EngineWatcher(Protocol):
 
 
 class Outside(Connector, Protocol):
-    """State outside an engine's pool, for one life of it: tiers, or the other half of a pair.
+    """State outside an engine's pool, for one life of it: tiers, the other half of a pair, or both.
 
     What it has to tell the engine goes through `SimEngine.input`, later than the call at hand
     where that is one of these. Its `external` is what the engine asks before it computes.
@@ -89,6 +92,10 @@ class Outside(Connector, Protocol):
     def forget(self, id: str) -> None:
         """The request was refused or cancelled."""
 
+    def loaded_from(self, id: str) -> dict[Tier, int]:
+        """Tokens of a request's load by the tier that they came from; of another engine's: none."""
+        ...
+
     def stopped(self) -> None:
         """This life is over."""
 
@@ -105,7 +112,7 @@ class EventLog:
         """The next batch."""
         batch = Batch(self.next_seq, ts, events)
         self.next_seq += 1
-        size = sum(len(getattr(event, "tokens", b"")) for event in events)
+        size = sum([len(event.tokens) for event in events if isinstance(event, BlockStored)])
         self._buffer.append((batch, size))
         self._bytes += size
         while len(self._buffer) > REPLAY_BATCHES or self._bytes > REPLAY_BYTES_MAX:
@@ -216,6 +223,11 @@ class SimEngine:
         assert not self.up
         self.layout, self.spec, self.identity = layout, spec, identity
         self._engine = self._new()
+
+    def set_pace(self, pace: Pace) -> None:
+        """Its machine gets faster or slower, for good: it is not told to anybody."""
+        self.spec = paced(self.spec, pace)
+        self.input(Retime(self.spec))
 
     def start(self, *, first_seq: int = 0) -> None:
         """A new process: empty cache, batches numbered from ``first_seq`` (vLLM: 0)."""
@@ -329,7 +341,16 @@ class SimEngine:
                 requests = self._engine.running + self._engine.waiting
                 layout = self.layout if self.identity else None
                 self._send(Pulse(number, self.life, requests, self.asleep, layout, self.identity))
-            case Loaded() | Hold() | Release() | HandedOff() | Abort() | ClearCache() | Arrive():
+            case (
+                Loaded()
+                | Hold()
+                | Release()
+                | HandedOff()
+                | Abort()
+                | ClearCache()
+                | Arrive()
+                | Retime()
+            ):
                 self._handle(message)
             case _:
                 if self.outside is not None:
@@ -347,6 +368,7 @@ class SimEngine:
             message.salt,
             message.adapter,
             message.hand_off,
+            self._keys(message),
         )
         if self.outside is not None:
             self.outside.submitted(message)
@@ -363,6 +385,13 @@ class SimEngine:
                 self.outside.forget(message.id)
         self._perform(effects)
         self._arm()
+
+    def _keys(self, message: Submit) -> PromptKeys | None:
+        """Where they are cheaper made here than by the engine model."""
+        if message.origin is None:
+            return None
+        step, salt, adapter = self._engine.pool.key_step, message.salt, message.adapter
+        return TraceKeys(message.origin, message.tokens, step, salt=salt, adapter=adapter)
 
     # -- the machine ----------------------------------------------------------------------------
 

@@ -47,11 +47,13 @@ ENGINE_KINDS: dict[str, str] = {
 TIER_KINDS: dict[str, str] = {
     "disk_error": "reads and writes of a node's disk fail",
     "damaged": "bytes of units in a tier turn over",
-    "slow_store": "the store, or a node's disk, is slow or stands still",
+    "slow_store": "the store, a node's disk, or the way to its engines is slow or stands still",
     "lost_store": "a store, or a tier of a node, is empty and says so",
     "node_restart": "a node's agent ends, and its dram with it; its engines too, or not",
     "agent_stall": "what a node's agent announces arrives late, in order",
     "resize": "a tier of a node has less room",
+    "keep": "a part of what a node holds must not leave",
+    "forget": "all of a tenant is deleted",
 }
 KINDS = ENGINE_KINDS | TIER_KINDS
 
@@ -90,7 +92,8 @@ class Ask(msgspec.Struct, frozen=True):
 class Fault(msgspec.Struct, frozen=True):
     """``kind`` (of `KINDS`) happens to ``target`` at ``at`` and lasts ``duration_s``.
 
-    ``amount``: a probability, or seconds by which a clock is set.
+    ``amount``: a probability, or seconds by which a clock is set. ``strikes_s``: not at once, but
+    so long after something was begun on the node that it is about; -1: at once.
     """
 
     at: float
@@ -98,13 +101,15 @@ class Fault(msgspec.Struct, frozen=True):
     target: str
     duration_s: float
     amount: float = 0.0
+    strikes_s: float = -1.0
 
     def text(self) -> str:
         """For people."""
         who = f" {self.target}" if self.target else ""
         lasting = f" for {self.duration_s:.2f} s" if self.duration_s else ""
         by = f", {self.amount:+.2f}" if self.amount else ""
-        return f"{self.at:8.2f} s  {self.kind}{who}{lasting}{by}"
+        then = ", once something is under way there" if self.strikes_s >= 0 else ""
+        return f"{self.at:8.2f} s  {self.kind}{who}{lasting}{by}{then}"
 
 
 class NodePlan(msgspec.Struct, frozen=True):
@@ -179,7 +184,7 @@ def scenario(seed: int) -> Scenario:
             holders_max=draw.randint(50, 600) if tiny else _ROOMY,
             holders_per_publisher_max=draw.randint(20, 300) if tiny else _ROOMY,
         ),
-        in_flight_max=draw.randint(2, 8) if draw.random() < 0.1 else 100_000,
+        in_flight_max=draw.randint(1, 3) if draw.random() < 0.1 else 100_000,
         feed=sequence.Limits(
             waiting_batches_max=few if draw.random() < 0.2 else 4096,
             orphan_replay_s=5.0,

@@ -32,6 +32,7 @@ def scenario(seed: int) -> Scenario:
     if kind in ("prompts", "both"):
         unit = max(member.layout.grid_tokens for member in plan.members)
         asks += _nearly(draw, plan, unit)
+    asks += _crowd(random.Random(f"kvatlas.faults.crowd.1/{seed}"), plan)
     asks.sort(key=lambda ask: ask.at)
     return msgspec.structs.replace(faults.happening(plan, happens), asks=tuple(asks))
 
@@ -57,6 +58,27 @@ def _blackout(draw: random.Random, plan: Scenario) -> list[Fault]:
     """Nobody is reached, for longer than it takes to notice."""
     at, duration_s = draw.uniform(5.0, plan.heal_at), draw.uniform(6.0, 15.0)
     return [Fault(at, "partition", member.name, duration_s) for member in plan.members]
+
+
+def _crowd(draw: random.Random, plan: Scenario) -> list[Ask]:
+    """In a quarter of the worlds many requests come at once, with nothing in common and answers
+    so long that pools are full in the middle of them: some are thrown out while others wait."""
+    if draw.random() >= 0.25:
+        return []
+    unit = max(member.layout.grid_tokens for member in plan.members)
+    at = draw.uniform(2.0, plan.heal_at)
+    most = 6 + 3 * plan.members[0].spec.max_running  # else some wait until they are given up
+    return [
+        Ask(
+            f"c{number}",
+            at + draw.uniform(0.0, 0.1),
+            draw.randbytes(4 * (draw.randint(3 * unit, 6 * unit) | 1)),  # see `faults.GRID_LEAST`
+            40,
+            "",
+            "",
+        )
+        for number in range(draw.randint(6, most))
+    ]
 
 
 def _nearly(draw: random.Random, plan: Scenario, unit: int) -> list[Ask]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,10 @@ class Loop(Timeline):
             self._timers.pop(number, None)
             return
         self._timers[number] = timer
-        timer.inner = self._world.at(timer.at - self._offset_s, self._due, number, timer)
+        when = timer.at - self._offset_s
+        while when + self._offset_s < timer.at:  # rounding: called too early it would ask for ever
+            when = math.nextafter(when, math.inf)
+        timer.inner = self._world.at(when, self._due, number, timer)
 
     def _due(self, number: int, timer: _LoopTimer) -> None:
         self._timers.pop(number, None)

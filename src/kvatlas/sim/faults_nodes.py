@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from kvatlas.core import agent_values as words
+from kvatlas.core.dispatch import Settle
 from kvatlas.core.events import UnitsGone
 from kvatlas.core.inventory import OWN
 from kvatlas.core.keys import Keyring
@@ -23,6 +24,8 @@ from kvatlas.sim.tier_node import SimNode
 from kvatlas.sim.tier_units import Kept
 from kvatlas.sim.tiers import Tiers
 from kvatlas.sim.timeline import Timeline
+
+_KEPT_S = 600.0  # a keeper that forgets to let go: beyond the end of these worlds
 
 
 class Nodes:
@@ -46,15 +49,20 @@ class Nodes:
         self._draw = random.Random(f"kvatlas.nodes/{seed}")
         self._bad_disk: dict[str, tuple[float, float]] = {}  # node → until when, how likely
         self._slow: dict[str, float] = {}  # link → until when
+        self.keeps: Counter[str] = Counter()  # per node: how much must not leave it now
+        self.watch: Callable[[SimNode, Sequence[words.Effect]], None] | None = None
+        self._striking: dict[str, list[tuple[float, Callable[[], None]]]] = {}  # by node
         self._small: dict[tuple[str, Tier], float] = {}
         self.tiers = Tiers(
             timeline, network, self._fabric, plan.spec, keyring=keyring, fingerprint=fingerprint
         )
         self.tiers.verdict = self._verdict
+        self.tiers.acted = self._acted
         store = "store" if plan.spec.object_bytes else ""
         for node in plan.nodes:
             made = self.tiers.add_node(node.name, node.engines, plan.card)
-            gateway.add_agent(made.publisher, [Publisher(name) for name in node.engines], store)
+            engines = tuple(Publisher(name) for name in node.engines)
+            gateway.add_agent(Settle(made.publisher, engines, store))
 
     def __iter__(self) -> Iterator[SimNode]:
         return iter(self.tiers.nodes.values())
@@ -63,6 +71,10 @@ class Nodes:
     def flows(self) -> int:
         """Copies on their way."""
         return self._fabric.flows
+
+    def of(self, target: str) -> SimNode:
+        """The node that a fault is about: by its name, or one of its engines'."""
+        return self.by_name(target) or next(node for node in self if target in node.engines)
 
     def by_name(self, name: str) -> SimNode | None:
         """A node, by its own name or its agent's."""
@@ -101,10 +113,44 @@ class Nodes:
                 if not node.up:
                     return False
                 self.stop(node)
+                if fault.amount == 2.0 and node.has(Tier.DISK):
+                    node.lose(Tier.DISK)
                 self._timeline.after(fault.duration_s, node.start)
+            case "keep":
+                return self._keep(fault, node)
+            case "forget":
+                node.tell(words.Forget("red" if fault.amount < 0.5 else "blue"))
             case "resize":
                 return self._resize(node, fault)
         return True
+
+    def when_busy(self, node: SimNode, delay_s: float, call: Callable[[], None]) -> None:
+        """``call`` so long after the next operation that begins on a node."""
+        self._striking.setdefault(node.name, []).append((delay_s, call))
+
+    def _acted(self, node: SimNode, effects: Sequence[words.Effect]) -> None:
+        """An agent did something: what was to strike then does, and the checkers look."""
+        if any(isinstance(effect, words.Save | words.Load | words.Copy) for effect in effects):
+            for delay_s, call in self._striking.pop(node.name, ()):
+                self._timeline.after(delay_s, call)
+        if self.watch is not None:
+            self.watch(node, effects)
+
+    def _keep(self, fault: Fault, node: SimNode) -> bool:
+        """A few blocks that it holds may not leave for a while."""
+        keys = sorted({name[:-1] for tier in OWN for name in node.held(tier)})
+        if not keys or not node.up:
+            return False
+        some = tuple(self._draw.sample(keys, max(1, int(fault.amount * min(len(keys), 16)))))
+        owner = f"keeper {self._timeline.now}"
+        self.keeps[node.name] += 1
+        node.tell(words.Keep(owner, some, self._timeline.now + _KEPT_S))
+        self._timeline.after(fault.duration_s, self._let_go, node, owner)
+        return True
+
+    def _let_go(self, node: SimNode, owner: str) -> None:
+        self.keeps[node.name] -= 1
+        node.tell(words.Release(owner))
 
     def stop(self, node: SimNode) -> None:
         """Its agent ends."""
@@ -118,13 +164,15 @@ class Nodes:
             return False
         held = node.held(self._draw.choice(places))
         for name in self._draw.sample(sorted(held), max(1, int(share * len(held)))):
-            held[name] = _broken(self._draw, held[name])
+            held[name] = broken(self._draw, held[name])
         return True
 
     def _slow_down(self, node: SimNode, fault: Fault) -> None:
-        own = [f"{node.name} disk read", f"{node.name} disk write"]
-        links = self._draw.choice((own, ["store"])) if self.tiers.store is not None else own
+        own, host = [f"{node.name} disk read", f"{node.name} disk write"], [f"{node.name} host"]
+        links = self._draw.choice((own, host, ["store"] if self.tiers.store is not None else own))
         until = self._timeline.now + fault.duration_s
+        if not fault.amount:  # what stands still cannot be broken off either
+            node.stuck_until = max(node.stuck_until, until)
         for link in links:
             self._fabric.set_speed(link, fault.amount)
             self._slow[link] = max(until, self._slow.get(link, 0.0))
@@ -183,7 +231,10 @@ class Nodes:
         self.tiers.lose_store()
 
 
-def _broken(draw: random.Random, kept: Kept) -> Kept:
+def broken(draw: random.Random, kept: Kept) -> Kept:
+    """A bit turned over in it; never the one that did before, which would make it whole again."""
+    if not kept.whole:
+        return kept
     data = list(kept.data)
     at = draw.randrange(len(data))
     block = bytearray(data[at])

@@ -15,14 +15,21 @@ from kvatlas.core.dispatch import Input, Sent
 from kvatlas.core.router import Decision
 from kvatlas.sim import planted
 from kvatlas.sim.checkers import CLASSES, Checkers, Violation
+from kvatlas.sim.checkers_agents import AgentWatch
 from kvatlas.sim.checkers_end import (
     check_convergence,
     check_endings,
     check_memory,
     check_promises,
     check_rest,
+    new_core,
 )
-from kvatlas.sim.checkers_kept import check_counts, check_flights, check_kept
+from kvatlas.sim.checkers_kept import (
+    check_counts,
+    check_flights,
+    check_kept,
+    check_waiting,
+)
 from kvatlas.sim.checkers_tiers import (
     TierWatch,
     check_books,
@@ -35,6 +42,7 @@ from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.faults import KINDS, Ask, Scenario
 from kvatlas.sim.faults_tiers import scenario
 from kvatlas.sim.faults_world import FaultWorld
+from kvatlas.sim.messages import Events, Message, Replayed
 
 #: After healing every engine says something; so long after that all must be right again.
 SETTLE_S = 75.0
@@ -139,12 +147,18 @@ class _Run:
         self.world = FaultWorld(
             plan,
             make_model=self.checkers.make_model,
-            saw=self.checkers.saw,
+            saw=self._saw,
             watcher=self.checkers,
             note=self.checkers.note,
             tap=self._tap,
         )
         TierWatch(self.checkers, self.world)
+        AgentWatch(self.checkers, self.world)
+
+    def _saw(self, source: str, message: Message) -> None:
+        self.checkers.saw(source, message)
+        if isinstance(message, Events | Replayed):
+            check_waiting(self.checkers, self.world, source)
 
     def _tap(self, now: float, event: Input, answer: Decision | None) -> None:
         self.checkers.tap(now, event, answer)
@@ -189,13 +203,14 @@ class _Run:
         check_endings(checkers, world, self.asks)
         check_rest(checkers, world, self.asks)
         check_promises(checkers, world, self.asks)
-        check_convergence(checkers, world)
+        heard = new_core(world, told=True)
+        check_convergence(checkers, world, heard)
         check_books(checkers, world)
         check_damage(checkers, world)
         check_shelves(checkers, world)
         check_reach(checkers, world, self.asks)
         check_counts(checkers, world)
-        check_kept(checkers, world)
+        check_kept(checkers, world, heard)
         world.restart_all()
         world.run(world.timeline.now + EMPTY_S)
         check_memory(checkers, world)

@@ -32,6 +32,8 @@ from kvatlas.workload.models import load_layout
 
 SHARE = 0.4  # of the seeds that have tiers
 _UNITS = (4, 12, 40, 150)  # that fit into a tier
+_OF_ENGINES = ("crash", "vanish", "pause")
+_STRIKING = (*TIER_KINDS, *_OF_ENGINES)
 _FEED = ("partition", "loss", "reorder", "duplicate", "reconnect")  # of an agent's events
 
 
@@ -43,7 +45,9 @@ def scenario(seed: int) -> Scenario:
         return plan
     members = tuple(_sized(draw, member) for member in plan.members)
     tiers = _tiers(draw, members)
-    happens = (*plan.faults, *_faults(draw, tiers, plan.heal_at - 1.0))
+    happens = [*plan.faults, *_faults(draw, tiers, plan.heal_at - 1.0)]
+    strikes = random.Random(f"kvatlas.faults.strikes.1/{seed}")
+    happens += _striking(strikes, tiers, plan.heal_at - 1.0)
     return msgspec.structs.replace(happening(plan, happens), members=members, tiers=tiers)
 
 
@@ -99,7 +103,7 @@ def _tiers(draw: random.Random, members: tuple[Member, ...]) -> TierPlan:
             disk_read_link=link(),
             disk_write_link=link(),
             store_link=link(),
-            record_s=draw.choice((0.0001, 0.05)),
+            record_s=draw.choice((0.0001, 0.05, 0.8)),
             load_deadline_s=draw.choice((0.5, 5.0)),
             agent=Config(
                 save_s=draw.choice((1.0, 8.0)),
@@ -127,6 +131,26 @@ def _faults(draw: random.Random, tiers: TierPlan, length_s: float) -> list[Fault
     return [_fault(draw, draw.choice(kinds), tiers, length_s) for _ in range(draw.randint(1, 10))]
 
 
+def _striking(draw: random.Random, tiers: TierPlan, length_s: float) -> list[Fault]:
+    """In half of the worlds, faults that happen just when something is under way on their node:
+    copies are over in no time, and else seldom met."""
+    if draw.random() < 0.5:
+        return []
+    kinds = draw.sample(_STRIKING, draw.randint(1, 4))
+    faults = []
+    for _ in range(draw.randint(4, 16)):
+        fault = _fault(draw, draw.choice(kinds), tiers, length_s)
+        if fault.kind in _OF_ENGINES:
+            node = draw.choice(tiers.nodes)
+            fault = msgspec.structs.replace(fault, target=draw.choice(node.engines))
+        if fault.kind == "slow_store":  # so long that what waits for it is given up
+            lasting_s = draw.uniform(1.0, 12.0)
+            fault = msgspec.structs.replace(fault, amount=0.0, duration_s=lasting_s)
+        delay_s = draw.choice((0.0, 0.0005, 0.005, 0.02))
+        faults.append(msgspec.structs.replace(fault, strikes_s=delay_s))
+    return faults
+
+
 def _fault(draw: random.Random, kind: str, tiers: TierPlan, length_s: float) -> Fault:
     node = draw.choice(tiers.nodes)
     at = draw.uniform(5.0, max(6.0, length_s))
@@ -143,7 +167,9 @@ def _fault(draw: random.Random, kind: str, tiers: TierPlan, length_s: float) -> 
         case "lost_store" | "reconnect":
             duration_s, amount = 0.0, 0.0
         case "node_restart":
-            amount = draw.choice((0.0, 1.0))
+            amount = draw.choice((0.0, 1.0, 2.0))
+        case "keep" | "forget":
+            amount = draw.random()
         case "resize":
             amount = draw.choice((0.0, 0.1, 0.5))
         case "loss" | "reorder" | "duplicate":

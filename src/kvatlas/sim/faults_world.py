@@ -13,11 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
+from kvatlas.core.admission import Rules
 from kvatlas.core.directory import Directory
 from kvatlas.core.dispatch import Dispatcher, Tap
 from kvatlas.core.keys import Fingerprint, Keyring
 from kvatlas.core.layout import Layout
-from kvatlas.core.router import Params, Router
+from kvatlas.core.router import Router
 from kvatlas.sim.engines import GATEWAY, EngineWatcher, SimEngine
 from kvatlas.sim.faults import Ask, Fault, Member, Scenario
 from kvatlas.sim.faults_loop import Loop
@@ -98,7 +101,7 @@ class Wire:
         self.applied_of: Callable[[str], int] = lambda engine: -1  # number of the last one applied
         self._known: dict[str, int] = {}  # that number when the present replay was asked for
         self._answers: dict[str, int] = {}  # the replay that an engine answers: its token
-        self._latest: dict[str, float] = {}  # when the last batch of it arrives
+        self._latest: dict[str, float] = {}  # when the last batch of that replay arrives
         network.interpose(self._pass)
 
     def cut(self, engine: str, seconds: float) -> None:
@@ -160,25 +163,34 @@ class Wire:
             self._answers.get(engine) != replay.token
             or (replay.batch is not None and replay.batch.seq == self._known.get(engine))
         )
-        if replay is not None:
+        if replay is not None and self._answers.get(engine) != replay.token:
             self._answers[engine] = replay.token
+            self._latest[engine] = 0.0
         ordered = self._delayed(envelope, self._slow.get(engine, 0.0), line)
-        if first or isinstance(message, Subscribed) or (replay and replay.batch is None):
-            late = self._latest.get(engine, 0.0) + _APART_S - self._timeline.now
-            return (_after(ordered, max(ordered.delay_s, late if replay else 0.0)),)
+        if replay is not None and replay.batch is None:
+            late = self._latest[engine] + _APART_S - self._timeline.now
+            return (_after(ordered, max(ordered.delay_s, late)),)
+        if first or isinstance(message, Subscribed):
+            self._came(replay, engine, ordered)
+            return (ordered,)
         if self._happens("loss", engine):
             return ()
         if self._happens("reorder", engine):
             ordered = _after(
                 envelope, envelope.delay_s + draw.choice((0.01, 0.3, 3.0)) * draw.random()
             )
-        if replay is not None:
-            self._latest[engine] = self._timeline.now + ordered.delay_s
+        self._came(replay, engine, ordered)
         if not self._happens("duplicate", engine):
             return (ordered,)
         return ordered, _after(
             ordered, ordered.delay_s + draw.choice((0.0, 0.2, 20.0)) * draw.random()
         )
+
+    def _came(self, replay: Replayed | None, engine: str, envelope: Envelope) -> None:
+        """When a part of the present replay arrives: its end waits for that."""
+        if replay is not None:
+            arrival = self._timeline.now + envelope.delay_s
+            self._latest[engine] = max(self._latest[engine], arrival)
 
     def _happens(self, kind: str, engine: str) -> bool:
         until, share = self._chances.get((kind, engine), (0.0, 0.0))
@@ -218,8 +230,9 @@ class FaultWorld:
         self.keyring = Keyring(secret)
         self.dispatcher = Dispatcher(
             Directory(self.keyring, scenario.directory),
-            Router(Params(in_flight_max=scenario.in_flight_max)),
+            Router(),
             self.keyring,
+            rules=Rules(in_flight_max=scenario.in_flight_max),
             tap=tap,
         )
         self.gateway = Gateway(
@@ -308,12 +321,26 @@ class FaultWorld:
         """Let it happen now, where it can."""
         engine = self.engines.get(fault.target)
         node = self.nodes.by_name(fault.target) if self.nodes is not None else None
+        if fault.strikes_s >= 0.0:
+            self._put_off(fault)
+            return
         if node is not None:
             done = self._to_node(fault, node)
         else:
             done = self._to_world(fault) if engine is None else self._to_engine(fault, engine)
         self.injected[fault.kind] += done
         self._note(f"FAULT {fault.text()[12:]}" + ("" if done else ", in vain"))
+
+    def _put_off(self, fault: Fault) -> None:
+        """Until something begins on the node that it is about, if it is over before all is healed
+        then."""
+        assert self.nodes is not None
+
+        def strike() -> None:
+            if self.timeline.now + fault.duration_s < self.scenario.heal_at - 0.5:
+                self.inject(msgspec.structs.replace(fault, strikes_s=-1.0))
+
+        self.nodes.when_busy(self.nodes.of(fault.target), fault.strikes_s, strike)
 
     def _to_world(self, fault: Fault) -> bool:
         now = self.timeline.now

@@ -11,16 +11,19 @@ import msgspec
 from kvatlas.core.router import Decision
 from kvatlas.sim.messages import Source, Submit
 from kvatlas.sim.timeline import Timer
+from kvatlas.workload.prompt_keys import Origin
 
 
 class Inquiry(msgspec.Struct, frozen=True):
-    """A client's request as it reaches the gateway. ``scope`` "" is public."""
+    """A client's request as it reaches the gateway. ``scope`` "" is public; ``origin`` spares its
+    engine the hashing of ``tokens``, all requests of a run having one or none."""
 
     id: str
     tokens: bytes
     output_tokens: int
     scope: str = ""
     adapter: str = ""
+    origin: Origin | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -72,13 +75,14 @@ class Flight:
 
     __slots__ = (
         *("arrived_at", "expected", "fallback", "first_at", "heard_at", "inquiry", "life", "made"),
-        *("on_end", "prefilled_by", "source", "stage", "target", "targets", "timer", "tried"),
+        *("on_end", "prefilled_by", "sent_at", "source", "stage", "target", "targets", "timer"),
+        "tried",
     )
 
     def __init__(self, inquiry: Inquiry, now: float, on_end: Callable[[Outcome], None]) -> None:
         self.inquiry = inquiry
         self.on_end = on_end
-        self.arrived_at = self.heard_at = now
+        self.arrived_at = self.heard_at = self.sent_at = now
         self.first_at = -1.0
         self.stage = Stage.COMBINED
         self.target = ""
@@ -103,4 +107,5 @@ class Flight:
             adapter=inquiry.adapter,
             hand_off=prefill,
             source=self.source if self.stage is Stage.DECODE else None,
+            origin=inquiry.origin,
         )

@@ -6,6 +6,7 @@ sockets, and knows only what messages tell it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from operator import sub
 
@@ -25,9 +26,10 @@ from kvatlas.core.dispatch import (
     SetUp,
     Sweep,
 )
-from kvatlas.core.keys import PUBLIC, Scope
+from kvatlas.core.keys import tenant_scope
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher
+from kvatlas.core.router import BLIND
 from kvatlas.sim.engines import GATEWAY
 from kvatlas.sim.feed import Feed
 from kvatlas.sim.flights import Flight, GatewayWatcher, Inquiry, Outcome, Stage
@@ -40,6 +42,7 @@ from kvatlas.sim.messages import (
     Look,
     Lost,
     Message,
+    Pulled,
     Pulse,
     Ready,
     Refused,
@@ -49,6 +52,7 @@ from kvatlas.sim.messages import (
     Subscribed,
 )
 from kvatlas.sim.network import Network
+from kvatlas.sim.pair_prices import PairPrices
 from kvatlas.sim.timeline import Timeline, Timer
 
 __all__ = ["Gateway", "GatewaySpec", "GatewayWatcher", "Inquiry", "Outcome"]
@@ -61,6 +65,7 @@ class GatewaySpec(msgspec.Struct, frozen=True):
 
     connect_timeout_s: float = 2.0
     engine_idle_timeout_s: float = 600.0
+    ttft_slo_s: float = math.inf
     poll_s: float = 1.0
     poll_timeout_s: float = 2.0
     down_after: int = 3
@@ -100,6 +105,7 @@ class Gateway:
     ) -> None:
         self.dispatcher = dispatcher
         self.spec = spec or GatewaySpec()
+        self.pulled: Callable[[Pulled], None] = lambda message: None  # told to who asked for it
         self._feed_limits = feed_limits
         self._timeline = timeline
         self._network = network
@@ -108,6 +114,7 @@ class Gateway:
         self._agents: dict[str, Feed] = {}
         self._agent_lives: dict[str, int] = {}
         self._among: tuple[tuple[Publisher, str], ...] = ()
+        self._pairs = PairPrices(dispatcher)
         self._flights: dict[str, Flight] = {}
         self._looks = 0
         self._poll: Timer | None = None
@@ -130,16 +137,15 @@ class Gateway:
         worker = _Worker(publisher, self._new_feed(publisher), role)
         worker.fingerprint = fingerprint
         self._workers[publisher.worker] = worker
+        self._pairs.add(publisher, layout, role)
         if role != "decode":
             self._among = (*self._among, (publisher, ""))
         self.dispatcher.handle(Join(publisher, layout, fingerprint), self._timeline.now)
 
-    def add_agent(
-        self, publisher: Publisher, engines: Sequence[Publisher], store: str = ""
-    ) -> None:
+    def add_agent(self, settled: Settle) -> None:
         """Listen to the agent of a node, whose tiers carry its engines further."""
-        self._agents[publisher.worker] = self._new_feed(publisher)
-        self.dispatcher.handle(Settle(publisher, tuple(engines), store), self._timeline.now)
+        self._agents[settled.agent.worker] = self._new_feed(settled.agent)
+        self.dispatcher.handle(settled, self._timeline.now)
 
     def _new_feed(self, publisher: Publisher) -> Feed:
         return Feed(
@@ -166,20 +172,24 @@ class Gateway:
         now = self._timeline.now
         if inquiry.id in self._flights:
             raise ValueError(f"request id {inquiry.id!r} is in use")
-        scope = Scope("tenant", inquiry.scope) if inquiry.scope else PUBLIC
-        if self.dispatcher.router.policy == "price":
+        scope, slo_s = tenant_scope(inquiry.scope), self.spec.ttft_slo_s
+        if self.dispatcher.router.params.policy not in BLIND:
             among = self._among
             if inquiry.adapter:
                 among = tuple((publisher, inquiry.adapter) for publisher, _ in among)
-            question = Question(inquiry.id, among, inquiry.tokens, scope)
+            question = Question(inquiry.id, among, inquiry.tokens, scope, ttft_slo_s=slo_s)
         else:  # the service does not tokenize where nobody looks at the prompt either
-            policy = self.dispatcher.router.policy
+            policy = self.dispatcher.router.params.policy
             question = Question(inquiry.id, self._among, unkeyed=policy)
         decision = self.dispatcher.handle(question, now)
         assert decision is not None
+        decision = self._pairs.priced(decision, now)
         for watcher in self._watchers:
             watcher.decided(inquiry, decision)
         flight = self._flights[inquiry.id] = Flight(inquiry, now, on_end)
+        if decision.refusal is not None:
+            self._end(flight, decision.refusal.reason)
+            return
         flight.targets = [plan.publisher.worker for plan in decision.plans]
         flight.expected = {p.publisher.worker: p.resume_tokens for p in decision.plans}
         self._try_next(flight, "no engine is up")
@@ -210,7 +220,7 @@ class Gateway:
             flight.stage = Stage.PREFILL if paired else Stage.COMBINED
         flight.life = 0
         flight.tried.append(name)
-        flight.heard_at = now
+        flight.heard_at = flight.sent_at = now
         worker.flights.add(inquiry.id)
         if flight.stage is not Stage.DECODE:
             self.dispatcher.handle(Sent(inquiry.id, worker.publisher), now)
@@ -267,6 +277,13 @@ class Gateway:
         flight.source = Source(source, ready.life, ready.tokens)
         flight.targets = self._by_load("decode")
         self._try_next(flight, "no decode engine is up")
+
+    def _handed_over(self, flight: Flight) -> None:
+        if flight.stage is Stage.DECODE and flight.source is not None:
+            decode, tokens = self._workers[flight.target].publisher, flight.source.tokens
+            now = self._timeline.now
+            seconds = now - flight.sent_at
+            self._pairs.arrived(flight.source.engine, decode, tokens, seconds, now)
 
     def _wait(self, flight: Flight, limit_s: float) -> None:
         if flight.timer is not None:
@@ -374,7 +391,9 @@ class Gateway:
 
     def _agent_says(self, source: str, message: Message) -> None:
         feed = self._agents[source]
-        if not isinstance(message, Pulse):
+        if isinstance(message, Pulled):
+            self.pulled(message)
+        elif not isinstance(message, Pulse):
             feed.receive(message)
         elif message.life > self._agent_lives.get(source, 0):
             if source in self._agent_lives:
@@ -390,8 +409,8 @@ class Gateway:
         """Tokens arrive. Requests of one batch share their times, and so the gaps between them."""
         now = self._timeline.now
         together: dict[int, tuple[tuple[float, ...], int]] = {}  # by identity: equal is not enough
-        alone: list[float] = []
         shift_s = now - message.sent_at + message.lag_s
+        alone, over = list[float](), list[Flight]()  # ends are told after all first tokens
         for produced in message.produced:
             flight = self._mine(produced.id, source)
             if flight is None or flight.stage is Stage.PREFILL:
@@ -399,7 +418,8 @@ class Gateway:
             times = produced.times_s
             if not flight.made:
                 flight.first_at = now
-                self.dispatcher.handle(FirstToken(produced.id), now)
+                self._handed_over(flight)
+                self.dispatcher.handle(FirstToken(produced.id, now - flight.arrived_at), now)
             elif times:
                 alone.append(times[0] + shift_s - flight.heard_at)
                 together[id(times)] = times, together.get(id(times), (times, 0))[1] + 1
@@ -407,9 +427,10 @@ class Gateway:
                 alone.append(now - flight.heard_at)
             flight.heard_at = times[-1] + shift_s if times else now
             flight.made += produced.count
-            usage = message.ended.get(produced.id)
-            if usage is not None and produced.finished:
-                self._end(flight, "", usage.cached_tokens)
+            if produced.finished and produced.id in message.ended:
+                over.append(flight)
+        for flight in over:
+            self._end(flight, "", message.ended[flight.inquiry.id].cached_tokens)
         for watcher in self._watchers:
             watcher.waited(alone, 1)
             for times, count in together.values():

@@ -10,6 +10,7 @@ import msgspec
 
 from kvatlas.core.events import Batch
 from kvatlas.core.layout import Layout
+from kvatlas.workload.prompt_keys import Origin
 from kvatlas.workload.protocol import Produced
 
 
@@ -25,6 +26,7 @@ class Submit(msgspec.Struct, frozen=True):
     """Gateway → engine: one request. ``salt`` is the cache salt of its scope.
 
     ``hand_off``: only its prefill, for another engine to go on from; ``source``: the other half.
+    ``origin``: see `Inquiry`.
     """
 
     id: str
@@ -34,6 +36,7 @@ class Submit(msgspec.Struct, frozen=True):
     adapter: str = ""
     hand_off: bool = False
     source: Source | None = None
+    origin: Origin | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -141,6 +144,32 @@ class Pulse(msgspec.Struct, frozen=True):
     fingerprint: bytes = b""
 
 
+class Pull(msgspec.Struct, frozen=True):
+    """Gateway → agent: bring these blocks of a prompt, its first ``tokens``, up to dram, as
+    ``engine`` would use them. ``tenant``: whose they are."""
+
+    id: str
+    engine: str
+    keys: tuple[bytes, ...]
+    tokens: int
+    tenant: str = ""
+
+
+class CallOff(msgspec.Struct, frozen=True):
+    """Gateway → agent: that `Pull` is not wanted any more."""
+
+    id: str
+
+
+class Pulled(msgspec.Struct, frozen=True):
+    """Agent → gateway: that `Pull` is over. ``moved_bytes`` arrived; ``error``: why it is not
+    whole."""
+
+    id: str
+    moved_bytes: int
+    error: str = ""
+
+
 class Refused(msgspec.Struct, frozen=True):
     """Network → sender: nobody listens where this ``message`` went."""
 
@@ -163,4 +192,7 @@ Message = (
     | Replayed
     | Look
     | Pulse
+    | Pull
+    | CallOff
+    | Pulled
 )

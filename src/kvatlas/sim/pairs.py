@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvatlas.sim.engines import GATEWAY, SimEngine
+from kvatlas.core.records import Tier
+from kvatlas.sim.engines import GATEWAY, Outside, SimEngine
 from kvatlas.sim.links import Fabric, Flow
 from kvatlas.sim.messages import Message, Ready, Source, Submit, Taken
 from kvatlas.sim.network import Network
@@ -92,6 +93,10 @@ class Side:
         self._kept: dict[str, Timer] = {}  # handed off, until taken: their leases
         self._reads: dict[str, tuple[Flow, Timer, str]] = {}  # request → read, limit, from whom
 
+    def wants(self, id: str) -> bool:
+        """Does the request's state lie in the other half?"""
+        return id in self._wanted
+
     def keeps(self, id: str) -> bool:
         """Between `HandOff` and the end of the lease."""
         return id in self._kept
@@ -129,6 +134,9 @@ class Side:
         if lease is not None:
             lease.cancel()
             self.engine.input(HandedOff(id))
+
+    def loaded_from(self, id: str) -> dict[Tier, int]:
+        return {}
 
     def stopped(self) -> None:
         for flow, limit, _ in list(self._reads.values()):
@@ -199,6 +207,43 @@ class Side:
         self._pairs.counts.expired += 1
         del self._kept[id]
         self.engine.input(Abort(id))
+
+
+class PairedTiers:
+    """Implements `Outside` for one life of half a pair whose node has tiers: what the other half
+    has comes from there, everything else from below."""
+
+    def __init__(self, pair: Side, below: Outside) -> None:
+        self._pair = pair
+        self._below = below
+
+    def submitted(self, submit: Submit) -> None:
+        self._pair.submitted(submit)
+        self._below.submitted(submit)
+
+    def external(self, request: Arrive, local_tokens: int) -> int:
+        side = self._pair if self._pair.wants(request.id) else self._below
+        return side.external(request, local_tokens)
+
+    def effect(self, effect: Effect) -> None:
+        if not isinstance(effect, Loading) or not self._pair.wants(effect.id):
+            self._below.effect(effect)
+        if not isinstance(effect, Loading) or self._pair.wants(effect.id):
+            self._pair.effect(effect)
+
+    def receive(self, message: Message) -> None:
+        self._pair.receive(message)
+
+    def forget(self, id: str) -> None:
+        self._pair.forget(id)
+        self._below.forget(id)
+
+    def loaded_from(self, id: str) -> dict[Tier, int]:
+        return self._below.loaded_from(id)
+
+    def stopped(self) -> None:
+        self._pair.stopped()
+        self._below.stopped()
 
 
 def transfer_bytes(engine: SimEngine, start: int, end: int) -> float:

@@ -16,11 +16,8 @@ _MODULES = (planted_feed, planted_books, planted_routes, planted_tiers)
 BUGS: dict[str, Bug] = {bug.name: bug for module in _MODULES for bug in module.BUGS}
 
 
-def reachable() -> list[str]:
-    """Those in parts that every world of `faults` has. Only some have tiers below the engines: the
-    bugs there are for the tests of ledger, agent and shelves to find."""
-    below = {bug.name for bug in planted_tiers.BUGS}
-    return [name for name in BUGS if name not in below]
+#: In what lies below the engines: only worlds that have tiers can find them.
+BELOW = frozenset(bug.name for bug in planted_tiers.BUGS)
 
 
 def planted(name: str) -> AbstractContextManager[None]:

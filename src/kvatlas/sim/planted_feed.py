@@ -158,8 +158,8 @@ BUGS = (
         "cross-scope",
         f"{_CLAIMS}._parent_key",
         "the salt is taken where there is a parent, not where there is none",
-        'Scope("tenant", event.salt) if event.salt else Scope()',
-        'Scope("tenant", event.salt) if event.salt and event.parent else Scope()',
+        "tenant_scope(event.salt)",
+        "tenant_scope(event.salt if event.parent else '')",
     ),
     Bug(
         "adapter-forgotten",

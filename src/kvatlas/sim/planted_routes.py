@@ -59,10 +59,10 @@ BUGS = (
     Bug(
         "one-flight-too-many",
         "bounds",
-        f"{_ROUTER}.begin",
+        "core.admission:admitted",
         "one more request may be in flight than the limit says",
-        "len(self._flights) >= self._params.in_flight_max",
-        "len(self._flights) > self._params.in_flight_max",
+        "if in_flight >= rules.in_flight_max",
+        "if in_flight > rules.in_flight_max",
     ),
     Bug(
         "all-down-is-down",

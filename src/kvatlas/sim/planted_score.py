@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from kvatlas.sim.faults_run import run_seed
-from kvatlas.sim.planted import BUGS
+from kvatlas.sim.faults_tiers import scenario
+from kvatlas.sim.planted import BELOW, BUGS
 
 
 class Score(msgspec.Struct, frozen=True):
-    """What became of one planted bug. ``seeds``: how many were played, the one that found it
+    """What became of one planted bug. ``seeds``: how many it took, the one that found it
     included; 0 where none of them did. ``classes``: what was violated there, and ``first``: what
     came first, in words."""
 
@@ -27,9 +28,12 @@ class Score(msgspec.Struct, frozen=True):
 
 
 def score(name: str, seeds: Sequence[int]) -> Score:
-    """Play ``seeds`` with the bug ``name`` until one finds it. Raises KeyError for no such bug."""
+    """Play ``seeds`` with the bug ``name`` until one finds it; a bug below the engines is nowhere
+    in a world that has no tiers. Raises KeyError for no such bug."""
     bug = BUGS[name]
     for played, seed in enumerate(seeds, 1):
+        if name in BELOW and scenario(seed).tiers is None:
+            continue
         result = run_seed(seed, canary=name)
         if result.found:
             first = result.violations[0]

@@ -81,7 +81,7 @@ BUGS = (
         "wrong-bytes",
         f"{_ENDS}.done",
         "units that could not be written are committed with the others",
-        "if u.name not in bad]",
+        "if u.name not in missing]",
         "if u.name not in event.damaged]",
     ),
     Bug(
@@ -169,8 +169,8 @@ BUGS = (
         "leak",
         f"{_NODE}._queue",
         "bytes that were read stay in the queue of their path",
-        "self.paths.reading[source.tier] += sign * source.size_bytes",
-        "self.paths.reading[source.tier] += source.size_bytes",
+        "self.paths.reading[self.paths.way(source)] += sign * source.size_bytes",
+        "self.paths.reading[self.paths.way(source)] += source.size_bytes",
     ),
     Bug(
         "points-stay-shelved",

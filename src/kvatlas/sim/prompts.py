@@ -8,16 +8,15 @@ the decisions.
 
 from __future__ import annotations
 
+from kvatlas.workload.prompt_keys import ID_BYTES
 from kvatlas.workload.trace import TraceRequest, tokens_of
-
-_ID_BYTES = 8  # of a hash id, which is below 2**63: the first two token ids of its block
 
 
 def prompt_tokens(request: TraceRequest, block_tokens: int) -> bytes:
     """The prompt (uint32 ids, little endian; not below any vocabulary)."""
-    filler = bytes(max(block_tokens * 4 - _ID_BYTES, 0))
+    filler = bytes(max(block_tokens * 4 - ID_BYTES, 0))
     if not filler:
         return tokens_of(request, block_tokens=block_tokens)
-    names = [hash_id.to_bytes(_ID_BYTES, "little") for hash_id in request.hash_ids]
+    names = [hash_id.to_bytes(ID_BYTES, "little") for hash_id in request.hash_ids]
     ids, size_bytes = filler.join(names), request.input_tokens * 4
     return ids + bytes(size_bytes - len(ids)) if len(ids) < size_bytes else ids[:size_bytes]

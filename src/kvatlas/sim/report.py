@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvatlas.core.ahead_copies import Tally, Why
 from kvatlas.core.events import Batch, BlockRemoved, BlockStored
 from kvatlas.core.records import Tier
 from kvatlas.core.router import Decision
@@ -20,7 +21,6 @@ from kvatlas.report.latency import Report, Slo, Summary, Timing, summarise
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.flights import Inquiry, Outcome
 from kvatlas.sim.pairs import PairCounts
-from kvatlas.sim.tier_side import TierSide
 from kvatlas.sim.tier_units import AgentUse
 from kvatlas.workload.protocol import Admitted, Arrive
 from kvatlas.workload.step_time import StepTime
@@ -144,6 +144,16 @@ class SimReport(msgspec.Struct, frozen=True):
     fallbacks: dict[str, int]
     faults: dict[str, int]
     retries: int
+    ahead: dict[Why, Tally] = {}
+
+
+class _Resumed(msgspec.Struct, frozen=True):
+    """Tokens that one engine did not compute; how many of them came by a load, and, where that
+    was from tiers, from which."""
+
+    cached: int
+    loaded: int
+    below: dict[Tier, int]
 
 
 class _EngineCounts:
@@ -171,9 +181,8 @@ class Recorder:
         self._faults: Counter[str] = Counter()
         self._first_at = math.inf
         self._last_at = 0.0
-        # request → engine → (resumed, of these loaded), until the request ended
-        self._admitted: dict[str, dict[str, tuple[int, int]]] = {}
-        self._below: dict[str, dict[Tier, int]] = {}  # the loaded ones by tier, where tiers are
+        # request → engine → what it resumed there, until the request ended
+        self._admitted: dict[str, dict[str, _Resumed]] = {}
         self._engines: dict[str, _EngineCounts] = {}
         self._fallbacks: Counter[str] = Counter()
         self._times: dict[str, StepTime] = {}
@@ -191,21 +200,18 @@ class Recorder:
     ) -> None:
         known = self._admitted.setdefault(arrive.id, {})
         if engine.name not in known:  # else again, after a preemption
-            known[engine.name] = admitted.cached_tokens, admitted.loaded_tokens
-            side = engine.outside
-            if admitted.loaded_tokens and isinstance(side, TierSide):
-                self._below[arrive.id] = side.loaded_from(arrive.id)
+            side, below = engine.outside, dict[Tier, int]()
+            if admitted.loaded_tokens and side is not None:
+                below = side.loaded_from(arrive.id)
+            known[engine.name] = _Resumed(admitted.cached_tokens, admitted.loaded_tokens, below)
             if engine.name not in self._times:
                 self._times[engine.name] = StepTime(engine.spec, engine.layout)
             self._waited_s += waited_s
 
     def published(self, engine: SimEngine, batch: Batch) -> None:
-        counts = self._of(engine.name)
-        for event in batch.events:
-            if isinstance(event, BlockRemoved):
-                counts.evicted += len(event.hashes)
-            elif isinstance(event, BlockStored):
-                counts.stored += len(event.hashes)
+        counts, events = self._of(engine.name), batch.events
+        counts.evicted += sum([len(e.hashes) for e in events if isinstance(e, BlockRemoved)])
+        counts.stored += sum([len(e.hashes) for e in events if isinstance(e, BlockStored)])
 
     def ended(self, outcome: Outcome) -> None:
         self._first_at = min(self._first_at, outcome.arrived_at)
@@ -214,7 +220,6 @@ class Recorder:
         self._output += outcome.output_tokens
         self._retries += max(0, len(outcome.tried) - 1)
         admitted = self._admitted.pop(outcome.id, {})
-        below = self._below.pop(outcome.id, {})
         if outcome.fallback:
             self._fallbacks[outcome.fallback] += 1
         if outcome.fault:
@@ -222,16 +227,11 @@ class Recorder:
             self._faults[outcome.fault] += 1
             self._unserved += outcome.prompt_tokens
         else:
-            self._served(outcome, admitted, below)
+            self._served(outcome, admitted)
         if self._export is not None:
             self._export(outcome)
 
-    def _served(
-        self,
-        outcome: Outcome,
-        admitted: dict[str, tuple[int, int]],
-        below: dict[Tier, int],
-    ) -> None:
+    def _served(self, outcome: Outcome, admitted: dict[str, _Resumed]) -> None:
         e2e_s = outcome.ended_at - outcome.arrived_at
         timing = Timing(outcome.ttft_s, e2e_s, outcome.output_tokens)
         self._ttft_s.append(outcome.ttft_s)
@@ -240,14 +240,16 @@ class Recorder:
             self._tpot_s.append(tpot_s)
         self._good += self._slo.met(timing)
         prompt, last = outcome.prompt_tokens, outcome.tried[-1]
-        cached, loaded = admitted[last]
+        resumed = admitted[last]
         counts = self._of(last)
         counts.output += outcome.output_tokens
         # Where a pair shared the work, the prefill half decides what was reused.
-        name = (outcome.prefilled_by if loaded and not below else "") or last
+        handed_over = resumed.loaded and not resumed.below
+        name = (outcome.prefilled_by if handed_over else "") or last
         if name != last:
-            cached = admitted[name][0]
+            resumed = admitted[name]
             self._of(name).requests += 1
+        cached, below = resumed.cached, resumed.below
         counts.requests += 1
         counts = self._of(name)
         counts.prompt += prompt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvatlas.core import agent_values as words
@@ -15,7 +15,16 @@ from kvatlas.core.records import Publisher, Tier
 from kvatlas.core.units import Part, Unit, name_of
 from kvatlas.sim.engines import GATEWAY, EventLog
 from kvatlas.sim.links import Flow, LinkSpec
-from kvatlas.sim.messages import AskReplay, Events, Message, Pulse, Subscribed
+from kvatlas.sim.messages import (
+    AskReplay,
+    CallOff,
+    Events,
+    Message,
+    Pull,
+    Pulled,
+    Pulse,
+    Subscribed,
+)
 from kvatlas.sim.tier_units import AgentUse, Kept
 from kvatlas.sim.timeline import Timer
 
@@ -24,19 +33,31 @@ if TYPE_CHECKING:
     from kvatlas.sim.tiers import Tiers
 
 
+def agent_of(node: str) -> Publisher:
+    """The agent of a node of that name."""
+    return Publisher(f"agent-{node}")
+
+
 class SimNode:
     """One node's agent process and its tiers. ``stop`` and ``start`` are those of the agent, which
     takes the dram with it."""
 
-    def __init__(self, tiers: Tiers, name: str, engines: Sequence[str], link: LinkSpec) -> None:
+    def __init__(
+        self,
+        tiers: Tiers,
+        name: str,
+        engines: Sequence[str],
+        link: LinkSpec,
+        relays: Mapping[str, float],
+    ) -> None:
         self.name = name
         self.engines = tuple(engines)
-        self.publisher = Publisher(f"agent-{name}")
+        self.publisher = agent_of(name)
         self.up = False
         self.life = 0
         self.sides: dict[str, TierSide] = {}
         self._tiers = tiers
-        self._link = link
+        self._calibrated = tiers.spec.calibrated(link, relays)
         spec, fabric = tiers.spec, tiers.fabric
         self._own: dict[Tier, dict[bytes, Kept]] = {}
         self._sealed: set[bytes] = set()  # block keys in the disk's catalogue of records
@@ -46,13 +67,18 @@ class SimNode:
         fabric.add(f"{name} host", spec.host_link)
         fabric.add(f"{name} disk read", spec.disk_read_link)
         fabric.add(f"{name} disk write", spec.disk_write_link)
-        fabric.add(f"{name} net in", link)
-        fabric.add(f"{name} net out", link)
+        fabric.add(f"{name} in", link)
+        fabric.add(f"{name} out", link)
+        if spec.storage_link is not None:
+            fabric.add(self.to_store("in"), spec.storage_link)
+            fabric.add(self.to_store("out"), spec.storage_link)
         self.agent = self._new_agent()
         self._log = EventLog()
         self._moves: dict[int, Move] = {}
+        self._pulls: dict[str, tuple[Pull, int]] = {}  # and what of it was in dram before
         self._timer: Timer | None = None
         self.found_damaged: dict[int, Kept] = {}  # by identity: read-outs
+        self.stuck_until = 0.0  # a fault: what is stopped before is not over before
         self.start()
 
     # -- the process ----------------------------------------------------------------------------
@@ -67,7 +93,12 @@ class SimNode:
             )
             for tier in self._own
         }
-        return Agent(ledgers, spec.calibrated(self._link))
+        return Agent(ledgers, self._calibrated)
+
+    def to_store(self, way: str) -> str:
+        """The link between node and store, "in" or "out"."""
+        card = f"{self.name} storage" if self._tiers.spec.storage_link is not None else self.name
+        return f"{card} {way}"
 
     def start(self) -> None:
         """A new agent: it knows what the catalogues of its disk and of the store say."""
@@ -118,6 +149,7 @@ class SimNode:
         for move in list(self._moves.values()):
             move.break_off()
         self._moves.clear()
+        self._pulls.clear()
         self._tiers.network.detach(self.publisher.worker)
         for side in self.sides.values():
             side.agent_gone()
@@ -184,12 +216,16 @@ class SimNode:
                     move = self._moves.get(op)
                     if move is not None:
                         move.fenced = True
-                        self._tiers.timeline.after(0.0, move.break_off)
+                        self._tiers.timeline.at(self.stuck_until, move.break_off)
                 case words.Save() | words.Load() | words.Copy() | words.Seal():
                     move = self._moves[effect.op] = Move(self._tiers, self, effect)
                     move.start()
                 case _:
                     pass
+        if self._tiers.acted is not None:
+            self._tiers.acted(self, effects)
+        for id in [id for id in self._pulls if not self.agent.under_way(id)]:
+            self._pulled(id)
         self._arm()
 
     def announce(self, events: tuple[Event, ...]) -> None:
@@ -242,9 +278,27 @@ class SimNode:
         self._tiers.network.send(self.publisher.worker, GATEWAY, message)
 
     def _receive(self, source: str, message: Message) -> None:
-        if isinstance(message, AskReplay):
-            for answer in self._log.replay(message):
-                self._send(answer)
+        match message:
+            case AskReplay():
+                for answer in self._log.replay(message):
+                    self._send(answer)
+            case Pull(id, engine, keys, _, tenant):
+                self._pulls[id] = message, self._in_dram(keys)
+                self.tell(words.Pull(engine, keys, tenant, id))
+            case CallOff(id):
+                self.tell(words.Release(id))
+            case _:
+                pass
+
+    def _pulled(self, id: str) -> None:
+        """It is over: is all of it there?"""
+        pull, before = self._pulls.pop(id)
+        _, by_tier = self.agent.depths(pull.engine, pull.keys)
+        error = "" if by_tier.get(Tier.DRAM) == pull.tokens else "it did not all arrive"
+        self._send(Pulled(id, max(0, self._in_dram(pull.keys) - before), error))
+
+    def _in_dram(self, keys: tuple[bytes, ...]) -> int:
+        return self.agent.held_bytes(keys).get(Tier.DRAM, 0)
 
 
 class Move:
@@ -262,6 +316,7 @@ class Move:
         self._flows: list[Flow] = []
         self._left = 0
         self._over = False
+        self._relays: dict[SimNode, int] = {}  # who passes something on, in which life
         self.fenced = False  # it may deliver nothing any more
         self._have: dict[bytes, Kept] = {}  # of a save: what the engine could still give
         self._release: Callable[[], None] | None = None
@@ -278,30 +333,42 @@ class Move:
                 path = [f"{name} host", *self._way_to(tier)]
                 side.hold(effect, lambda have, release: self._held(have, release, path))
             case words.Load(sources=sources):
-                flows = [(self._way_from(s), s.size_bytes) for s in sources]
-                self._flow([([*path, f"{name} host"], size) for path, size in flows])
+                self._flow([(self._way_in(s), s.size_bytes) for s in sources])
             case words.Copy(source=source, target=target):
                 path = [*self._way_from(source), *self._way_to(target)]
                 self._flow([(path, source.size_bytes)])
             case words.Seal():
                 self._tiers.timeline.after(self._tiers.spec.record_s, self._end)
 
+    def _relay(self, source: words.Source) -> SimNode | None:
+        """Who reads the store for us, and is there to do it; else we do it ourselves."""
+        node = self._tiers.nodes.get(source.node) if source.tier is Tier.OBJECT else None
+        return node if node is not None and node.up else None
+
+    def _way_in(self, source: words.Source) -> list[str]:
+        """Into an engine: what a relay passes on goes from card to device."""
+        way = self._way_from(source)
+        return way if self._relay(source) is not None else [*way, f"{self._node.name} host"]
+
     def _way_from(self, source: words.Source) -> list[str]:
         name = self._node.name
         match source.tier:
             case Tier.DISK:
                 return [f"{name} disk read"]
+            case Tier.OBJECT if (relay := self._relay(source)) is not None:
+                self._relays[relay] = relay.life
+                return ["store", relay.to_store("in"), f"{relay.name} out", f"{name} in"]
             case Tier.OBJECT:
-                return ["store", f"{name} net in"]
+                return ["store", self._node.to_store("in")]
             case Tier.PEER:
-                return [f"{source.node} net out", f"{name} net in"]
+                return [f"{source.node} out", f"{name} in"]
         return []
 
     def _way_to(self, tier: Tier) -> list[str]:
         name = self._node.name
         if tier is Tier.DISK:
             return [f"{name} disk write"]
-        return [f"{name} net out", "store"] if tier is Tier.OBJECT else []
+        return [self._node.to_store("out"), "store"] if tier is Tier.OBJECT else []
 
     def _held(self, have: dict[bytes, Kept], release: Callable[[], None], path: list[str]) -> None:
         """The engine keeps these units' blocks until they are copied."""
@@ -335,6 +402,8 @@ class Move:
         self._over = True
         if self.fenced:
             error = error or "stopped"
+        if any(not relay.up or relay.life != life for relay, life in self._relays.items()):
+            error = error or "a relay is gone"
         for flow in self._flows:
             flow.break_off()
         effect = self.effect

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvatlas.core import agent_values as words
-from kvatlas.core.keys import PUBLIC, Scope
+from kvatlas.core.keys import tenant_scope
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Part
 from kvatlas.sim.engines import SimEngine
@@ -77,11 +77,12 @@ class TierSide:
 
     def submitted(self, submit: Submit) -> None:
         layout, ring = self._engine.layout, self._tiers.keyring
-        scope = Scope("tenant", submit.salt) if submit.salt else PUBLIC
+        scope = tenant_scope(submit.salt)
         root = ring.root(self._tiers.fingerprint(self._engine), scope, submit.adapter)
         full = len(submit.tokens) // 4 // layout.grid_tokens * layout.grid_tokens
         keys = ring.chain(root, memoryview(submit.tokens)[: full * 4], layout.grid_tokens)
-        self._requests[submit.id] = Request(submit, tuple(keys))
+        known = self._requests[submit.id] = Request(submit, root, tuple(keys))
+        known.filled = submit.source is not None  # who computed the prompt saves it
 
     def external(self, request: Arrive, local_tokens: int) -> int:
         known = self._requests.get(request.id)
@@ -113,7 +114,9 @@ class TierSide:
                 if (request := self._requests.get(id)) is not None:
                     request.note(filled)
                     self._computed(id, request, end)
-            case Produced(id, finished=True):
+            case Produced(id, finished=True, answer=answer):
+                if (request := self._requests.get(id)) is not None:
+                    self._answered_all(id, request, answer)
                 self._end(id)
             case Held(blocks):
                 self._answered(blocks)
@@ -185,7 +188,6 @@ class TierSide:
         return model if isinstance(model, Bytes) else None
 
     def loaded_from(self, id: str) -> dict[Tier, int]:
-        """Tokens of a request's load by the tier that they came from."""
         request = self._requests.get(id)
         grid = self._engine.layout.grid_tokens
         split: dict[Tier, int] = {}
@@ -202,6 +204,24 @@ class TierSide:
         if request.filled or end < request.prompt_tokens or not self._node.up:
             return
         request.filled = True
+        self._tell_filled(id, request)
+
+    def _answered_all(self, id: str, request: Request, answer: bytes) -> None:
+        """So is what was said to it: what the next turn begins with, if the chat goes on."""
+        grid, prompt = self._engine.layout.grid_tokens, len(request.keys)
+        rest = request.submit.tokens[prompt * grid * 4 :] + answer
+        parent = request.keys[-1] if request.keys else request.root
+        more = self._tiers.keyring.chain(parent, rest, grid)
+        if not more or not self._node.up:
+            return
+        request.keys += tuple(more)
+        # Of a pair, the other half saved what is before.
+        first = prompt if request.submit.source is not None else 0
+        self._tell_filled(id, request, len(answer) // 4, first)
+
+    def _tell_filled(
+        self, id: str, request: Request, output_tokens: int = 0, first: int = 0
+    ) -> None:
         filled = words.Filled(
             self._engine.name,
             id,
@@ -210,6 +230,8 @@ class TierSide:
             tenant=request.submit.salt,
             resumed_tokens=request.resumed_tokens,
             prompt_tokens=request.prompt_tokens,
+            output_tokens=output_tokens,
+            first=first,
         )
         self._tiers.timeline.after(0.0, self._tell_agent, filled)
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
+from kvatlas.config import size_bytes
 from kvatlas.core.agent_values import Config
 from kvatlas.core.policy.registry import POLICIES
 from kvatlas.core.records import Tier
 from kvatlas.errors import ConfigError
 from kvatlas.sim.links import PROFILES, LinkSpec
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
-_SIZE = re.compile(r"(\d{1,19}(?:\.\d+)?)\s*([KMGTP]?B?)", re.IGNORECASE)
+LoadPath = Literal["own", "dual"]
 
 # Reached by one current data-centre SSD (PCIe 5.0: nominally 14 and 10 GB/s), an assumption.
 DISK_READ = LinkSpec(12e9, 80e-6)
@@ -25,7 +26,9 @@ class TierSpec(msgspec.Struct, frozen=True):
     """Per node ``dram_bytes`` and ``disk_bytes`` (0: none), for all together ``object_bytes``.
 
     ``host_link`` is each node's way between engines and host memory, one way. ``peers``: nodes
-    read from each other's dram.
+    read from each other's dram. ``storage_link``: a card of each node for the store alone (None:
+    its network card). ``load_path`` "dual": nodes of decode engines read the store for those of
+    prefill engines too, and pass it on over the network cards.
     ``load_deadline_s``: a load that is expected to take longer is not begun. Raises ConfigError
     on values that cannot work.
     """
@@ -42,6 +45,8 @@ class TierSpec(msgspec.Struct, frozen=True):
     disk_read_link: LinkSpec = DISK_READ
     disk_write_link: LinkSpec = DISK_WRITE
     store_link: LinkSpec = PROFILES["Mooncake-8x400G"]
+    storage_link: LinkSpec | None = None
+    load_path: LoadPath = "own"
     record_s: float = 100e-6
     message_s: float = 100e-6
     load_deadline_s: float = math.inf
@@ -56,16 +61,32 @@ class TierSpec(msgspec.Struct, frozen=True):
         if self.policy not in POLICIES or self.policy == "attention":
             known = ", ".join(name for name in POLICIES if name != "attention")
             raise ConfigError(f"tiers: policy {self.policy!r}: use one of {known}")
+        if self.storage_link is not None and not self.object_bytes:
+            raise ConfigError("tiers: a storage link leads to the store: give object=SIZE")
+        if self.load_path == "dual" and self.storage_link is None:
+            raise ConfigError(
+                "tiers: load_path dual needs a storage_link: what others read and pass on comes in "
+                "over the same network card as what a node reads itself"
+            )
 
-    def calibrated(self, link: LinkSpec) -> Config:
+    def calibrated(self, link: LinkSpec, relays: Mapping[str, float] | None = None) -> Config:
         """The agent's settings with the rates of its node's ways; ``link``: its network card."""
         host, store = self.host_link.bytes_per_s, self.store_link.bytes_per_s
         read, write = self.disk_read_link.bytes_per_s, self.disk_write_link.bytes_per_s
         away = min(host, link.bytes_per_s)
+        card = self.storage_link or link
         reads = {Tier.DRAM: host, Tier.DISK: min(read, host), Tier.PEER: away}
         writes = {Tier.DRAM: host, Tier.DISK: min(write, host), Tier.PEER: away}
-        both = {Tier.OBJECT: min(store, away)}
-        return msgspec.structs.replace(self.agent, reads=reads | both, writes=writes | both)
+        both = {Tier.OBJECT: min(store, host, card.bytes_per_s)}
+        return msgspec.structs.replace(
+            self.agent, reads=reads | both, writes=writes | both, relays=dict(relays or {})
+        )
+
+    def relay_bytes_per_s(self, relay: LinkSpec, link: LinkSpec) -> float:
+        """How fast a node with the network card ``relay`` passes on to one with ``link``."""
+        card = self.storage_link or relay
+        rates = (self.store_link, card, relay, link)
+        return min(rate.bytes_per_s for rate in rates)
 
 
 def parse_tiers(text: str) -> TierSpec:
@@ -94,13 +115,3 @@ def parse_tiers(text: str) -> TierSpec:
         policy=policy,
         agent=Config(write_through=(Tier.OBJECT,) if "object" in sizes else ()),
     )
-
-
-def size_bytes(text: str) -> int:
-    """``1.5TB`` in bytes, decimal. Raises ConfigError where it is no size above zero."""
-    match = _SIZE.fullmatch(text.strip())
-    unit = match.group(2).upper() if match else ""
-    unit = unit if unit.endswith("B") or not unit else unit + "B"
-    if match is None or unit == "B" or (size := round(float(match.group(1)) * _UNITS[unit])) < 1:
-        raise ConfigError(f"{text!r} is no size: write 64GB, 1.5TB or bytes")
-    return size

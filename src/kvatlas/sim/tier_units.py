@@ -13,7 +13,7 @@ from kvatlas.core.layout import Layout
 from kvatlas.core.units import Part, Unit
 from kvatlas.sim.messages import Submit
 from kvatlas.workload.holding import resumed_blocks, unroll
-from kvatlas.workload.prompt_keys import PromptKeys, key_step
+from kvatlas.workload.prompt_keys import PromptKeys, key_step, keys_of
 from kvatlas.workload.protocol import BlockRef
 from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.step_time import StepTime
@@ -68,8 +68,9 @@ class AgentUse(msgspec.Struct, frozen=True):
 class Request:
     """One request of an engine: its keys, and the blocks in which its state lies."""
 
-    def __init__(self, submit: Submit, keys: tuple[bytes, ...]) -> None:
+    def __init__(self, submit: Submit, root: bytes, keys: tuple[bytes, ...]) -> None:
         self.submit = submit
+        self.root = root
         self.keys = keys
         self.prompt_tokens = len(submit.tokens) // 4
         self.resumed_tokens = 0
@@ -135,8 +136,12 @@ class Blocks:
         """A block that was found before: under what the pool would find it again."""
         if request.engine_keys is None:
             submit = request.submit
-            request.engine_keys = PromptKeys(
-                submit.tokens, self._step, salt=submit.salt, adapter=submit.adapter
+            request.engine_keys = keys_of(
+                submit.tokens,
+                self._step,
+                salt=submit.salt,
+                adapter=submit.adapter,
+                origin=submit.origin,
             )
         end = (ref.index + 1) * self._block_tokens[ref.group]
         keyed = BlockRef(ref.group, ref.index, ref.block_id, request.engine_keys.key(end))

@@ -8,7 +8,7 @@ blocks' own bytes are moved, so that wrong or partial state shows as a wrong ans
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvatlas.core import agent_values as words
 from kvatlas.core.events import Batch, UnitsGone, UnitsHeld
@@ -95,15 +95,23 @@ class Tiers:
         self.fingerprint = fingerprint
         self.verdict: Verdict | None = None  # faults
         self.published: Callable[[SimNode, Batch], None] | None = None  # who wants to know
+        self.acted: Callable[[SimNode, Sequence[words.Effect]], None] | None = None  # the same
         self.store = Store(spec.object_bytes) if spec.object_bytes else None
         self.nodes: dict[str, SimNode] = {}
         self._node_of: dict[str, str] = {}
         if self.store is not None:
             fabric.add("store", spec.store_link)
 
-    def add_node(self, name: str, engines: Sequence[str], link: LinkSpec) -> SimNode:
-        """A node with these engines, before they are made; ``link`` is its network card."""
-        node = self.nodes[name] = SimNode(self, name, engines, link)
+    def add_node(
+        self,
+        name: str,
+        engines: Sequence[str],
+        link: LinkSpec,
+        relays: Mapping[str, float] | None = None,
+    ) -> SimNode:
+        """A node with these engines, before they are made; ``link`` is its network card.
+        ``relays``: nodes that read the store for it too, and how fast."""
+        node = self.nodes[name] = SimNode(self, name, engines, link, relays or {})
         self._node_of |= dict.fromkeys(engines, name)
         return node
 

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from kvatlas.core.agent_values import RELAYS_MAX
 from kvatlas.core.directory import Directory, Limits
-from kvatlas.core.dispatch import Dispatcher
+from kvatlas.core.dispatch import Dispatcher, Settle
 from kvatlas.core.keys import Fingerprint, Keyring
 from kvatlas.core.layout import Layout
-from kvatlas.core.records import Publisher
+from kvatlas.core.load_ways import StoreWay
+from kvatlas.core.records import Publisher, Tier
 from kvatlas.core.router import Params, Router
-from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
+from kvatlas.sim.ahead import SimAhead
 from kvatlas.sim.arrivals import Arrivals
 from kvatlas.sim.cluster import Cluster, Member
 from kvatlas.sim.engines import EngineWatcher, Outside, SimEngine
 from kvatlas.sim.gateway import Gateway, GatewayWatcher, Inquiry, Outcome
 from kvatlas.sim.links import Fabric, LinkSpec
 from kvatlas.sim.network import Network
-from kvatlas.sim.pairs import Pairs
+from kvatlas.sim.pairs import PairedTiers, Pairs
 from kvatlas.sim.prompts import prompt_tokens
 from kvatlas.sim.report import Recorder, SimReport
+from kvatlas.sim.tier_node import agent_of
 from kvatlas.sim.tier_spec import TierSpec
 from kvatlas.sim.tiers import Tiers
 from kvatlas.sim.timeline import Timeline
+from kvatlas.workload.prompt_keys import Origin
 from kvatlas.workload.protocol import Model
 from kvatlas.workload.trace import Trace, TraceRequest
 
@@ -82,7 +87,12 @@ class World:
             spec=cluster.gateway,
             watchers=gateway_watchers,
         )
+        self.ahead: SimAhead | None = None
+        if cluster.ahead.on:
+            self.ahead = SimAhead(cluster.ahead, self.dispatcher, self.timeline, self.network)
+            self.gateway.pulled = self.ahead.pulled
         self.engines: dict[str, SimEngine] = {}
+        self._by_origin = make_model is None  # else somebody looks at what engines name blocks
         self._nodes = {member.name: member.node for member in cluster.members}
         self.pairs = Pairs(self.timeline, self.network, self.fabric, self._path, spec=cluster.pairs)
         self.tiers: Tiers | None = None
@@ -116,10 +126,7 @@ class World:
             self._wire(member)
 
     def _add_tiers(self, spec: TierSpec, keyring: Keyring) -> None:
-        """One agent per node of engines that do not share their work with others.
-
-        Raises ConfigError where there is none.
-        """
+        """One agent per node."""
         self.tiers = Tiers(
             self.timeline,
             self.network,
@@ -130,21 +137,24 @@ class World:
         )
         nodes: dict[str, list[Member]] = {}
         for member in self.cluster.members:
-            if member.role == "combined":
-                nodes.setdefault(member.node, []).append(member)
-        if not nodes:
-            raise ConfigError("tiers: only combined engines have them so far: leave them out")
+            nodes.setdefault(member.node, []).append(member)
+        relays = _relays(nodes, spec)
         store = "store" if spec.object_bytes else ""
         for name, members in nodes.items():
-            engines = [Publisher(member.name) for member in members]
-            node = self.tiers.add_node(name, [m.name for m in members], members[0].link)
-            self.gateway.add_agent(node.publisher, engines, store)
+            engines = tuple(Publisher(member.name) for member in members)
+            names, link = [m.name for m in members], members[0].link
+            node = self.tiers.add_node(name, names, link, relays.get(name))
+            ways = _ways(name, nodes, spec, relays.get(name, {}))
+            self.gateway.add_agent(Settle(node.publisher, engines, store, ways))
 
     def _outside(self, member: Member) -> Callable[[SimEngine], Outside] | None:
         """Where an engine's state may come from beside its own pool."""
-        if member.role != "combined":
-            return self.pairs.side
-        return self.tiers.side if self.tiers is not None else None
+        pairs, tiers = self.pairs, self.tiers
+        if member.role == "combined":
+            return tiers.side if tiers is not None else None
+        if tiers is None:
+            return pairs.side
+        return lambda engine: PairedTiers(pairs.side(engine), tiers.side(engine))
 
     def _wire(self, member: Member) -> None:
         """The network card of an engine's node, both ways, and the node's own interconnect."""
@@ -174,7 +184,8 @@ class World:
                 on_end()
                 told()
 
-            self.gateway.ask(_inquiry(request, trace.block_tokens, play), over)
+            origin = Origin(request.hash_ids, trace.block_tokens) if self._by_origin else None
+            self.gateway.ask(_inquiry(request, trace.block_tokens, play, origin), over)
 
         requests = itertools.islice(trace, play.limit)
         arrivals = Arrivals(
@@ -186,19 +197,23 @@ class World:
         )
         arrivals.start()
         step = self.timeline.step
-        while not (arrivals.done and not self.gateway.in_flight) and step():
+        while not arrivals.done and step():
+            pass
+        while self.gateway.in_flight and step():
             pass
         self.gateway.stop()
         while step():
             pass
 
 
-def _inquiry(request: TraceRequest, block_tokens: int, play: Play) -> Inquiry:
+def _inquiry(
+    request: TraceRequest, block_tokens: int, play: Play, origin: Origin | None
+) -> Inquiry:
     output = max(1, request.output_tokens)
     if play.max_output_tokens is not None:
         output = min(output, play.max_output_tokens)
     tokens = prompt_tokens(request, block_tokens)
-    return Inquiry(str(request.index), tokens, output, request.scope)
+    return Inquiry(str(request.index), tokens, output, request.scope, origin=origin)
 
 
 def simulate(
@@ -235,7 +250,43 @@ def simulate(
         fallbacks=recorder.fallbacks,
         faults=recorder.faults,
         retries=recorder.retries,
+        ahead=world.ahead.core.tallies if world.ahead is not None else {},
     )
+
+
+def _relays(nodes: Mapping[str, Sequence[Member]], spec: TierSpec) -> dict[str, dict[str, float]]:
+    """Who reads the store for which node of prefill engines, and how fast: nodes of decode
+    engines, each for as few as possible. One that does it for several is counted in parts."""
+    if spec.load_path == "own":
+        return {}
+    readers = [name for name, (first, *_) in nodes.items() if first.role == "decode"]
+    each = min(len(readers), RELAYS_MAX)
+    chosen: dict[str, list[str]] = {}
+    for name, (first, *_) in nodes.items():
+        if first.role == "prefill":
+            start = len(chosen) * each
+            chosen[name] = [readers[(start + i) % len(readers)] for i in range(each)]
+    shared = Counter(itertools.chain.from_iterable(chosen.values()))
+    return {
+        name: {
+            relay: spec.relay_bytes_per_s(nodes[relay][0].link, nodes[name][0].link) / shared[relay]
+            for relay in relays
+        }
+        for name, relays in chosen.items()
+    }
+
+
+def _ways(
+    name: str, nodes: Mapping[str, Sequence[Member]], spec: TierSpec, relays: Mapping[str, float]
+) -> tuple[StoreWay, ...]:
+    """The ways to the store of a node that has several, each with all of its rate: the router
+    counts what is on its way over it."""
+    if not relays:
+        return ()
+    link = nodes[name][0].link
+    rates = {name: spec.calibrated(link).reads[Tier.OBJECT]}
+    rates |= {relay: spec.relay_bytes_per_s(nodes[relay][0].link, link) for relay in relays}
+    return tuple(StoreWay(agent_of(node), rate) for node, rate in rates.items())
 
 
 def _dispatcher(cluster: Cluster, keyring: Keyring) -> Dispatcher:
@@ -247,6 +298,7 @@ def _dispatcher(cluster: Cluster, keyring: Keyring) -> Dispatcher:
     params = Params(
         policy=cluster.router.policy,
         prefill_tokens_per_s=cluster.router.prefill_tokens_per_s,
+        knobs=cluster.router.knobs,
     )
     return Dispatcher(Directory(keyring, limits), Router(params), keyring)
 

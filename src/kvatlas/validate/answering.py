@@ -11,15 +11,40 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
-from kvatlas.errors import EngineError
+from kvatlas.errors import ConfigError, EngineError
 from kvatlas.validate.exactness import Answer
 from kvatlas.workload.proofs import Runtime
 
 JOB_S = 7200.0
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format"):
+    """What a study on a trained model begins with: what computed it, and when."""
+
+    model: str
+    weights: str
+    transformers: str
+    torch: str
+    device: str
+    seed: int
+    date: str
+
+    @classmethod
+    def decode(cls, data: bytes, name: str) -> Self:
+        """One that was kept. Raises ConfigError that names the file ``name``."""
+        try:
+            made = msgspec.json.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{name}: no {cls.__struct_config__.tag}: {error}") from error
+        made.check(name)
+        return made
+
+    def check(self, name: str) -> None:
+        """Raises ConfigError where the figures cannot be printed."""
 
 
 class _About(msgspec.Struct, frozen=True):
@@ -79,6 +104,13 @@ class Child:
         """What computed the last job."""
         assert self._about is not None, "nothing was run"
         return Runtime(engine, self._about.version, self._about.device)
+
+    def measured(
+        self, model: str, weights: str, seed: int
+    ) -> tuple[str, str, str, str, str, int, str]:
+        """The fields of a `Measured`."""
+        runtime = self.runtime("transformers")
+        return model, weights, runtime.version, self.torch(), runtime.device, seed, today()
 
     def torch(self) -> str:
         """The version of torch there."""

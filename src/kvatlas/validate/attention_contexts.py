@@ -50,7 +50,13 @@ class Context(msgspec.Struct, frozen=True):
 
 
 def contexts(files: Sequence[Path], chats: Sequence[Path]) -> list[Context]:
-    """One per file. Raises ConfigError for a file that cannot be read or is too short."""
+    """One per file. Raises ConfigError for a file that cannot be read or is too short, and for two
+    of one name: answers are told apart, and paired, by it."""
+    names: set[str] = set()
+    for path in (*files, *chats):
+        if path.name in names:
+            raise ConfigError(f"{path}: another text has this name too: give it another")
+        names.add(path.name)
     made = [_plain(path, _read(path)) for path in files]
     return made + [_chat(path, _read(path)) for path in chats]
 
@@ -59,7 +65,7 @@ def _read(path: Path) -> str:
     try:
         if path.stat().st_size > FILE_BYTES_MAX:
             raise ConfigError(f"{path}: larger than {FILE_BYTES_MAX} bytes: give a smaller text")
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: no text that can be read: {error}") from error
     text = text.strip()[:CHARS_MAX]

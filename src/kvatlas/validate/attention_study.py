@@ -20,7 +20,7 @@ import msgspec
 from kvatlas.connectors import attention_scores
 from kvatlas.core.policy.attention import AttentionScores
 from kvatlas.errors import ConfigError
-from kvatlas.validate.answering import Child, today
+from kvatlas.validate.answering import Child, Measured
 from kvatlas.validate.attention_contexts import Context
 
 SINK_TOKENS = 64  # both from seed document 003, chapter 2
@@ -145,33 +145,19 @@ class Pair(msgspec.Struct, frozen=True):
     chance: float
 
 
-class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Study(Measured, frozen=True, tag="kvatlas.attention-study.1"):
     """The result, as it is kept."""
 
-    format: Literal["kvatlas.attention-study.1"]
-    model: str
-    weights: str
-    transformers: str
-    torch: str
-    device: str
-    seed: int
-    date: str
     tokens: int
     answers: Annotated[tuple[Told, ...], msgspec.Meta(min_length=1)]
     pairs: tuple[Pair, ...]
 
-    @classmethod
-    def decode(cls, data: bytes, name: str) -> Study:
-        """Raises ConfigError that names the file ``name``."""
-        try:
-            made = msgspec.json.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"{name}: no attention study: {error}") from error
-        for each in made.answers:
+    def check(self, name: str) -> None:
+        """Raises ConfigError where a profile is none of its answer."""
+        for each in self.answers:
             held = each.context_tokens + each.question_tokens
             if not BLOCK_TOKENS * WIDE <= held <= BLOCK_TOKENS * WIDE * len(each.profile):
                 raise ConfigError(f"{name}: {each.id}: its profile is not of {held} tokens")
-        return made
 
 
 # -- statistics -----------------------------------------------------------------------------------
@@ -463,17 +449,4 @@ def run(
         )
     answers = [msgspec.json.decode(line, type=Answer) for line in lines]
     made, pairs = study(answers, contexts)
-    runtime = child.runtime("transformers")
-    return Study(
-        format="kvatlas.attention-study.1",
-        model=model,
-        weights=weights,
-        transformers=runtime.version,
-        torch=child.torch(),
-        device=runtime.device,
-        seed=seed,
-        date=today(),
-        tokens=tokens,
-        answers=tuple(made),
-        pairs=tuple(pairs),
-    )
+    return Study(*child.measured(model, weights, seed), tokens, tuple(made), tuple(pairs))

@@ -15,6 +15,7 @@ from statistics import fmean, median
 
 import msgspec
 
+from kvatlas.errors import ConfigError
 from kvatlas.validate.calibrate_runs import Run, replay
 from kvatlas.validate.calibrate_tables import Loop, Row, estimate
 from kvatlas.validate.fit import Parameters, Prior, fit
@@ -267,10 +268,17 @@ def predict(row: Row, parameters: Parameters) -> tuple[float, float]:
 
 
 def split(rows: Sequence[Row], seed: int, share: float) -> tuple[list[Row], list[Row]]:
-    """(to fit, to judge): whole settings, ``share`` of them to fit."""
+    """(to fit, to judge): whole settings, ``share`` of them to fit. Raises ConfigError where that
+    leaves nothing for one of the two."""
     settings = sorted({row.setting() for row in rows})
     Random(seed).shuffle(settings)
-    chosen = set(settings[: round(len(settings) * share)])
+    count = round(len(settings) * share)
+    if not 0 < count < len(settings):
+        raise ConfigError(
+            f"a share of {share:g} fits {count} of {len(settings)} settings: some must be fitted"
+            " and some judged"
+        )
+    chosen = set(settings[:count])
     return (
         [row for row in rows if row.setting() in chosen],
         [row for row in rows if row.setting() not in chosen],

@@ -10,6 +10,7 @@ import lzma
 import math
 import re
 from array import array
+from codecs import BOM_UTF8
 from pathlib import Path
 
 import msgspec
@@ -172,15 +173,17 @@ def _read(path: Path) -> list[bytes]:
                     raise TraceError(f"{path}:{len(lines) + 1}: longer than {LINE_MAX} bytes")
                 if len(lines) == REQUESTS_MAX:
                     raise TraceError(f"{path}: more than {REQUESTS_MAX} requests")
-                lines.append(line)
-    except (OSError, EOFError, lzma.LZMAError) as error:
+                lines.append(line if lines else line.removeprefix(BOM_UTF8))
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (EOFError, lzma.LZMAError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
     return lines
 
 
 def _meta(path: Path) -> _Meta:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Meta)
+        return msgspec.json.decode(path.read_bytes().removeprefix(BOM_UTF8), type=_Meta)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

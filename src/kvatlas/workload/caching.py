@@ -14,6 +14,8 @@ from kvatlas.workload.blocks import Blocks
 from kvatlas.workload.holding import TOKEN_BYTES, Holding, Slot
 from kvatlas.workload.protocol import BlockRef
 
+_NONE = range(0)
+
 
 class Caching:
     """``retention``: see `Pool`."""
@@ -89,7 +91,7 @@ class Caching:
         if key in aliases:
             return
         aliases.append(key)
-        blocks.found[slot.index].setdefault(key, []).append(block)
+        blocks.find(slot.index, key, block)
         if blocks.publish:
             start = position - step
             tokens = holding.ids(start, position)
@@ -110,12 +112,14 @@ class Caching:
         need, size = slot.need, slot.block_tokens
         if need is None:
             return range(start, end)
-        ends = [point // size for point in points]
+        ends = [point // size for point in points if point > start * size]
         if self._retention != 0:
             per_stretch = (self._retention or self._grid) // size
             if need >= per_stretch:
                 return range(start, end)
             ends += range(start // per_stretch * per_stretch, end + per_stretch, per_stretch)
+        if not ends:
+            return _NONE
         runs = [
             range(max(start, stop - need), min(end, stop))
             for stop in ends
@@ -132,7 +136,10 @@ class Caching:
         if size % step == 0:
             every = size // step
             chain = holding.chain((last + 1) * every)
-            keys = tuple([chain[(index + 1) * every - 1] for index in kept])
+            if last - first + 1 == len(kept):
+                keys = tuple(chain[(first + 1) * every - 1 : (last + 1) * every : every])
+            else:
+                keys = tuple([chain[(index + 1) * every - 1] for index in kept])
         elif last - first + 1 == len(kept):
             keys = holding.run((first + 1) * size, size, len(kept))
         else:

@@ -12,6 +12,8 @@ from kvatlas.errors import ConfigError
 
 PREFILL_EFFICIENCY = 0.45  # share of peak FLOPs that a prefill reaches (assumption)
 MEMORY_EFFICIENCY = 0.8  # share of peak memory bandwidth that a decode reaches (assumption)
+#: Bytes per weight. int4 and fp4 carry scales too: 16 bits per 32 (fp4: MX, 8) are 1/16 (1/32).
+PRECISIONS = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5 + 1 / 32, "int4": 0.5 + 1 / 16}
 STEP_S = 0.001  # fixed cost of a step (assumption)
 LINK_LATENCY_S = 5e-6  # of one small exchange between accelerators of one machine (assumption)
 
@@ -19,7 +21,7 @@ LINK_LATENCY_S = 5e-6  # of one small exchange between accelerators of one machi
 class Device(msgspec.Struct, frozen=True):
     """One accelerator, and how much of it an engine reaches.
 
-    ``flops`` maps a precision (bf16, fp8, fp4) to dense peak FLOP/s. The efficiencies are shares
+    ``flops`` maps a precision (of `PRECISIONS`) to dense peak FLOP/s. The efficiencies are shares
     of the peak: of FLOP/s, of memory bandwidth when weights are read, and when KV state is
     (``attention_efficiency``; None: the same). ``unhidden`` is the share of the shorter of
     arithmetic and memory that is not hidden behind the longer. ``step_s``, ``layer_s``,
@@ -48,6 +50,11 @@ class Device(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not self.flops:
             raise ConfigError(f"device {self.name!r}: flops needs at least one precision")
+        if unknown := self.flops.keys() - PRECISIONS.keys():
+            raise ConfigError(
+                f"device {self.name!r}: flops of {', '.join(sorted(unknown))}: the known precisions"
+                f" are {', '.join(PRECISIONS)}"
+            )
         above = {f"flops.{k}": v for k, v in self.flops.items()}
         for field in ("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s"):
             above[field] = getattr(self, field)

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from functools import lru_cache
 from hashlib import blake2b, shake_128
 from itertools import accumulate
+from zlib import crc32
 
 import msgspec
 
@@ -39,33 +40,32 @@ from kvatlas.workload.protocol import (
     Published,
     Rejected,
     Release,
+    Retime,
 )
 from kvatlas.workload.scheduler import Request, Scheduler, Work
 from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.step_time import StepTime
 
-_IDS_PER_DRAW = 256
-_BELOW_2_15 = bytes(i & 0x7F for i in range(256))
+_DRAWN = 1 << 15  # ids of the one sequence that all answers are pieces of
 
 
-@lru_cache(maxsize=1024)
-def _draw(id: str, number: int) -> bytes:
-    drawn = shake_128(f"{id}:{number}".encode()).digest(2 * _IDS_PER_DRAW)
-    ids = bytearray(TOKEN_BYTES * _IDS_PER_DRAW)
-    ids[0::TOKEN_BYTES] = drawn[0::2]
-    ids[1::TOKEN_BYTES] = drawn[1::2].translate(_BELOW_2_15)
+@lru_cache(maxsize=1)
+def _drawn() -> bytes:
+    noise = shake_128(b"kvatlas.output.1").digest(2 * _DRAWN)
+    ids = bytearray(TOKEN_BYTES * _DRAWN)
+    ids[0::TOKEN_BYTES] = noise[0::2]
+    ids[1::TOKEN_BYTES] = noise[1::2].translate(bytes(byte & 0x7F for byte in range(256)))
     return bytes(ids)
 
 
 def output_ids(id: str, index: int, count: int) -> bytes:
     """Output tokens index…index+count-1 of an engine without a model: ids below 2**15 that depend
     on the request's id and the position alone."""
-    first, start = divmod(index, _IDS_PER_DRAW)
-    ids = _draw(id, first)
-    while len(ids) < (start + count) * TOKEN_BYTES:
-        first += 1
-        ids += _draw(id, first)
-    return ids[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES]
+    start = (crc32(id.encode()) + index) % _DRAWN
+    ids = _drawn()[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES]
+    while len(ids) < count * TOKEN_BYTES:
+        ids += _drawn()[: count * TOKEN_BYTES - len(ids)]
+    return ids
 
 
 class Engine:
@@ -186,6 +186,8 @@ class Engine:
                 effects.append(Held(self._hold(event.blocks)))
             case Release():
                 self._release(event.blocks)
+            case Retime():
+                self._time = StepTime(event.spec, self.layout)
         self._scheduler.retry()
         if not self._ends and self._due is None and self.waiting:
             self._due = now
@@ -411,7 +413,8 @@ class Engine:
             token = int.from_bytes(ids[-TOKEN_BYTES:], "little")
         request.produced += steps
         done = request.produced >= arrive.output_tokens
-        effects.append(Produced(id, index, done, token, steps, times))
+        answer = holding.ids(holding.prompt, end) if done and self._scheduler.connected else b""
+        effects.append(Produced(id, index, done, token, steps, times, answer))
         if not done:
             return False
         request.running = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from importlib import resources
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def load_config(model: str) -> dict[str, object]:
     if len(data) > MAX_CONFIG_BYTES:
         raise LayoutError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes: this is no config.json")
     try:
-        return msgspec.json.decode(data, type=dict[str, object])
+        return msgspec.json.decode(data.removeprefix(BOM_UTF8), type=dict[str, object])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise LayoutError(f"{path}: not a JSON object: {error}") from error
 

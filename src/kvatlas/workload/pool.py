@@ -139,9 +139,7 @@ class Pool:
         longest = (holding.size - 1) // grid * grid
         for slot in self._chains:
             longest = min(longest, self._chain_hit(slot, holding, longest))
-        tokens = longest
-        while tokens and not all(self._window_hit(s, holding, tokens) for s in self._windows):
-            tokens -= grid
+        tokens = self._window_hits(holding, longest)
         blocks = tuple([self._hit_blocks(s, holding, tokens) for s in self.slots])
         return Hit(tokens, longest if longest > tokens else 0, blocks)
 
@@ -270,13 +268,24 @@ class Pool:
             position += size
         return position // self.grid * self.grid
 
+    def _window_hits(self, holding: Holding, position: int) -> int:
+        """The longest position up to ``position`` at which every required window is there."""
+        windows = self._windows
+        if not windows or not position:
+            return position
+        every = self.grid // self.key_step
+        keys = holding.chain(position // self.key_step)
+        found = self.blocks.found[windows[0].index]
+        for index in range(position // self.key_step - 1, -1, -every):
+            if keys[index] in found:  # most often it is not
+                at = (index + 1) * self.key_step
+                if all(self._window_hit(slot, holding, at) for slot in windows):
+                    return at
+        return 0
+
     def _window_hit(self, slot: Slot, holding: Holding, position: int) -> bool:
         found = self.blocks.found[slot.index]
-        if not position:
-            return True
-        if holding.key(position) not in found:  # most often the answer
-            return False
-        return all(key in found for key in _window_keys(slot, holding, position))
+        return not position or all(key in found for key in _window_keys(slot, holding, position))
 
     def _hit_blocks(
         self, slot: Slot, holding: Holding, position: int
@@ -287,12 +296,12 @@ class Pool:
             every = size // self.key_step
             keys = holding.chain(position // self.key_step)
             count = position // size
-            return tuple([(i, found[keys[(i + 1) * every - 1]][0]) for i in range(count)])
+            return tuple([(i, found[keys[(i + 1) * every - 1]]) for i in range(count)])
         if not slot.group.required and not self._window_hit(slot, holding, position):
             return ()
         window = _window_keys(slot, holding, position)
         first = position // size - len(window)
-        return tuple([(i, found[key][0]) for i, key in enumerate(window, first)])
+        return tuple([(i, found[key]) for i, key in enumerate(window, first)])
 
     # Blocks ------------------------------------------------------------------------------------
 
@@ -366,10 +375,12 @@ class Pool:
             return
         holding.first[slot] = first
         held = holding.held[slot]
-        count = sum(1 for index, _ in held if index < first) if held else 0
-        self.blocks.let_go_all(held[:count])
-        del held[:count]
-        self.blocks.plain -= gone - count
+        if held and held[0][0] < first:
+            count = sum([index < first for index, _ in held])
+            self.blocks.let_go_all(held[:count])
+            del held[:count]
+            gone -= count
+        self.blocks.plain -= gone
 
 
 def _window_keys(slot: Slot, holding: Holding, position: int) -> tuple[int, ...]:

@@ -62,10 +62,13 @@ def with_own(tables: Sequence[DeviceTable], where: Where) -> dict[str, Device]:
             base = msgspec.structs.asdict(device(table.like)) if table.like else {}
             missing = {"flops", "memory_bytes", "memory_bytes_per_s"} - set(base) - set(values)
             if missing:
-                raise ConfigError(f'{", ".join(sorted(missing))} missing (or say like = "H200")')
+                raise ConfigError(
+                    f"device {table.name!r}: {', '.join(sorted(missing))} missing "
+                    '(or say like = "H200")'
+                )
             profiles[table.name] = Device(**{**base, **values, "name": table.name})
         except ConfigError as error:
-            raise ConfigError(f"{where(place)}: device {table.name!r}: {error}") from error
+            raise ConfigError(f"{where(place)}: {error}") from error
     return profiles
 
 
@@ -82,3 +85,12 @@ def profile_text(name: str, like: str, figures: dict[str, float], *, comment: st
     # Exponents as TOML wants them: 1e-05, never 1E-5 or a bare 5.
     lines += [f"{field} = {float(f'{value:.4g}')!r}" for field, value in figures.items()]
     return "\n".join(lines) + "\n"
+
+
+def prefill_flops_per_s(name: str, file: str, precision: str, devices: int) -> float:
+    """What so many of a device reach together: the router's prior. ``file``: of profiles, beside
+    ours. Raises ConfigError for what is not known."""
+    known = read_profiles(Path(file)) if file else DEVICES
+    if name not in known:
+        raise ConfigError(f"router.device {name!r} is not known: use one of {', '.join(known)}")
+    return known[name].compute_rate(precision) * devices

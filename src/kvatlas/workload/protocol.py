@@ -12,12 +12,14 @@ import msgspec
 
 from kvatlas.core.events import Event
 from kvatlas.workload.prompt_keys import PromptKeys
+from kvatlas.workload.spec import EngineSpec
 
 
 class BlockRef(msgspec.Struct, frozen=True):
     """One physical block: ``index`` counts the group's blocks from the start of the prompt.
 
-    ``key``: what the pool finds it by, in `Computed` and `HandOff`; else 0.
+    ``key``: what the pool finds it by, in `Computed`, `HandOff` and what an `Admitted` resumed
+    behind its prompt; else it may be 0.
     """
 
     group: int  # index into the layout's groups, copies unrolled
@@ -93,7 +95,14 @@ class HandedOff(msgspec.Struct, frozen=True):
     id: str
 
 
-Input = Arrive | Abort | ClearCache | Loaded | Hold | Release | HandedOff
+class Retime(msgspec.Struct, frozen=True):
+    """The machine got faster or slower: from the next step on steps take the time that this spec
+    says. Nothing else of it counts."""
+
+    spec: EngineSpec
+
+
+Input = Arrive | Abort | ClearCache | Loaded | Hold | Release | HandedOff | Retime
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -154,7 +163,8 @@ class Produced(msgspec.Struct, frozen=True):
 
     An engine that leaps reports a run of ``count`` tokens at once: index…index+count-1, of which
     ``token`` is the last. ``times_s`` says when each of them came; it is empty for a single token
-    that came when the effect did. The first token of a request always does.
+    that came when the effect did. The first token of a request always does. ``answer``: on the
+    last, where there is a `Connector` for it, all output tokens that were computed as well.
     """
 
     id: str
@@ -163,6 +173,7 @@ class Produced(msgspec.Struct, frozen=True):
     token: int = 0
     count: int = 1
     times_s: tuple[float, ...] = ()
+    answer: bytes = b""
 
 
 class Rejected(msgspec.Struct, frozen=True):

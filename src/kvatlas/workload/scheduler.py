@@ -112,6 +112,11 @@ class Scheduler:
         self._refused = None
 
     @property
+    def connected(self) -> bool:
+        """Whether state may come from outside, and go there."""
+        return self._connector is not None
+
+    @property
     def refused(self) -> int:
         """Free blocks without which nobody who waits gets in; 0 when that is not known."""
         return 0 if self._refused is None else self._refused[2]
@@ -205,7 +210,8 @@ class Scheduler:
             end = min(holding.size, start + budget)
             if not self._pool.admit(holding, hit, end):
                 return None
-            refs = hit.refs()
+            # Behind the prompt (it was thrown out) only the pool knows what keys they have.
+            refs = hit.refs() if start <= holding.prompt else self._pool.refs(holding, start)
         self._start(request, start)
         decided.begun.append((request, Admitted(request.arrive.id, start, refs, start - local)))
         decided.work.append(Work(request, start, end))

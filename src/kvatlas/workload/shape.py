@@ -12,9 +12,7 @@ import msgspec
 from kvatlas.core.families.fields import Fields
 from kvatlas.core.layout import Compute
 from kvatlas.errors import ConfigError
-
-#: Bytes per weight. int4 and fp4 carry scales too: 16 bits per 32 (fp4: MX, 8) are 1/16 (1/32).
-WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5 + 1 / 32, "int4": 0.5 + 1 / 16}
+from kvatlas.workload.device import PRECISIONS
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -49,11 +47,9 @@ class Shape(msgspec.Struct, frozen=True):
 
 def width_bytes(precision: str) -> float:
     """Bytes per weight. Raises ConfigError for an unknown precision."""
-    if precision not in WEIGHT_BYTES:
-        raise ConfigError(
-            f"precision {precision!r} is unknown: use one of {', '.join(WEIGHT_BYTES)}"
-        )
-    return WEIGHT_BYTES[precision]
+    if precision not in PRECISIONS:
+        raise ConfigError(f"precision {precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[precision]
 
 
 def shape_of(config: Mapping[str, object]) -> Shape:

@@ -70,12 +70,14 @@ class EngineSpec(msgspec.Struct, frozen=True):
             value = getattr(self, field)
             if value is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"{field} is {value}: give a number from 0 up")
-        measured = (self.prefill_tokens_per_s, self.decode_step_s)
-        if measured != (None, None):
-            if None in measured or self.prefill_tokens_per_s == 0:
-                raise ConfigError("give prefill_tokens_per_s (above 0) and decode_step_s together")
-            if any(v is not None and not 0 <= v < float("inf") for v in measured):
-                raise ConfigError("prefill_tokens_per_s and decode_step_s must not be negative")
+        rate, step_s = self.prefill_tokens_per_s, self.decode_step_s
+        if rate is not None or step_s is not None:
+            if rate is None or step_s is None:
+                raise ConfigError("give prefill_tokens_per_s and decode_step_s together")
+            if not 0 < rate < float("inf"):
+                raise ConfigError(f"prefill_tokens_per_s is {rate}: give a number above 0")
+            if not 0 <= step_s < float("inf"):
+                raise ConfigError(f"decode_step_s is {step_s}: give a number from 0 up")
         elif layout.compute is None or layout.compute.linear <= 0:
             raise ConfigError(
                 f"the layout of {layout.model!r} has no compute figures: give "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from operator import itemgetter
@@ -127,7 +128,9 @@ def open_trace(
     if format is not None and format not in FORMATS:
         raise ConfigError(f"{path}: unknown format {format!r}: use one of {', '.join(FORMATS)}")
     if not 0 < session_gap_s <= ARRIVAL_MAX_S:
-        raise ConfigError(f"sessions {session_gap_s:g} s apart: a positive time is needed")
+        raise ConfigError(f"--session-gap-s {session_gap_s:g}: a positive time is needed")
+    if path.is_fifo():
+        raise TraceError(f"{path}: a pipe can be read once, a trace is read again: give a file")
     options = Options(block_tokens, session_gap_s, seed, tokenize, secret)
     reader = FORMATS[format] if format else _recognised(path)
     size = reader.block_tokens_of(path, options)
@@ -226,6 +229,9 @@ def _contradiction(row: Row, block_tokens: int) -> str:
             f"{len(row.hash_ids)} hash_ids, but input_length {row.input_tokens} makes "
             f"{blocks} blocks of {block_tokens} tokens: is the block size right?"
         )
+    if len(set(row.hash_ids)) < blocks:
+        twice = next(i for i, count in Counter(row.hash_ids).items() if count > 1)
+        return f"hash id {twice} twice in one prompt: an id names all that leads up to its block"
     if min(row.hash_ids) < 0:
         return "hash_ids must not be negative"
     if max(row.hash_ids) >= _ID_END:

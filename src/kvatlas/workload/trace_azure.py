@@ -55,6 +55,6 @@ def read(path: Path, block_tokens: int, options: Options) -> Iterator[Row]:
 
 def _cells(path: Path, number: int, line: bytes) -> list[str]:
     try:
-        return next(csv.reader([line.decode("utf-8-sig").strip()]))
+        return next(csv.reader([line.decode("utf-8").strip()]))
     except (UnicodeDecodeError, csv.Error, StopIteration) as error:
         raise fault(path, number, f"not a line of CSV: {error}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import lzma
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -64,9 +65,11 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
         with _open(path) as file:
             while line := file.readline(LINE_BYTES_MAX + 1):
                 number += 1
+                if number == 1:  # editors on Windows begin a file with a mark
+                    line = line.removeprefix(BOM_UTF8)
                 if len(line) > LINE_BYTES_MAX:
                     raise fault(path, number, f"the line is longer than {LINE_BYTES_MAX} bytes")
-                if not line.isspace():
+                if line and not line.isspace():
                     yield number, line
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         reason = f"cannot be read on: the compressed file is damaged or cut off: {error}"

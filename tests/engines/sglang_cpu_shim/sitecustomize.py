@@ -2,9 +2,13 @@
 
 SGLang imports torchvision for its multimodal processors at start; the builds on PyPI need CUDA.
 Text models never call it, so any torchvision module is answered by an empty one here.
+
+HiCache copies between device and host with kernels of CUDA, and registers host memory with its
+driver. On "device cpu" both sides are plain memory: torch copies, and nothing is registered.
 """
 
 import importlib.machinery
+import importlib.util
 import sys
 import types
 
@@ -45,3 +49,72 @@ class _Finder:
 
 
 sys.meta_path.append(_Finder)
+
+
+def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_size):
+    """Layer by layer, rows to rows."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices.long()] = source[src_indices.long()]
+
+
+def transfer_kv_per_layer_direct_pf_lf(  # noqa: PLR0917
+    src_ptrs, dst_ptrs, src_indices, dst_indices, layer_id, page_size
+):
+    """One layer of host pages [page, layer, slot, …] to rows of the device."""
+    rows = src_indices.long()
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+        found = source[rows // page_size, layer_id, rows % page_size]
+        target[dst_indices.long()] = found.view(-1, *target.shape[1:])
+
+
+def transfer_kv_all_layer_direct_lf_pf(src_ptrs, dst_ptrs, src_indices, dst_indices, page_size):
+    """All layers of rows of the device to host pages."""
+    rows, layers = dst_indices.long(), len(src_ptrs) // len(dst_ptrs)
+    for kind, target in enumerate(dst_ptrs):
+        for layer in range(layers):
+            found = src_ptrs[kind * layers + layer][src_indices.long()]
+            target[rows // page_size, layer, rows % page_size] = found.view(-1, *target.shape[3:])
+
+
+_COPIES = (
+    transfer_kv_direct,
+    transfer_kv_per_layer_direct_pf_lf,
+    transfer_kv_all_layer_direct_lf_pf,
+)
+
+
+def _patch(module: types.ModuleType) -> None:
+    for name in ("_cuda_host_register", "_cuda_host_unregister"):
+        if hasattr(module, name):
+            setattr(module, name, lambda *args, **more: None)
+    for copy in _COPIES:
+        if not hasattr(module, copy.__name__):
+            setattr(module, copy.__name__, copy)
+
+
+_busy: set[str] = set()
+
+
+class _HostPools:
+    """Patches modules of host pools once they are loaded."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> object:
+        pools = name.startswith("sglang.srt.mem_cache.pool_host.")
+        if name in _busy or not (pools or name == "sglang.srt.mem_cache.memory_pool_host"):
+            return None
+        _busy.add(name)
+        spec = importlib.util.find_spec(name)
+        _busy.discard(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                load(module)
+                _patch(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _HostPools)

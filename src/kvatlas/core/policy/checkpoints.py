@@ -16,6 +16,8 @@ import msgspec
 from kvatlas.core.layout import Layout, Rule
 from kvatlas.errors import ConfigError
 
+_EVERY_MAX = 1 << 24  # tokens
+
 
 class Spacing(msgspec.Struct, frozen=True):
     """Which positions get a resume point. None of them: "zero"; ``every_tokens`` = grid: "full"."""
@@ -58,6 +60,18 @@ ZERO = Spacing()
 PROMPT_END = Spacing(prompt_end=True)
 ENDS = Spacing(prompt_end=True, output_end=True)
 ENDS_AND_JUNCTIONS = Spacing(prompt_end=True, output_end=True, junctions=True)
+_NAMED = {"prompt-end": PROMPT_END, "ends": ENDS, "junctions": ENDS_AND_JUNCTIONS}
+
+
+def spacing_of(text: str) -> Spacing | None:
+    """By its name, or every so many tokens; None: all positions. Raises ConfigError for others."""
+    if text == "all":
+        return None
+    if text.isascii() and text.isdecimal() and 0 < int(text) <= _EVERY_MAX:
+        return Spacing(every_tokens=int(text))
+    if text not in _NAMED:
+        raise ConfigError(f"{text!r}: all, {', '.join(_NAMED)}, or a number of tokens is wanted")
+    return _NAMED[text]
 
 
 class Priced(msgspec.Struct, frozen=True):

@@ -48,12 +48,14 @@ class Report(msgspec.Struct, frozen=True):
     """How an operation ended. All pieces that are not named did arrive.
 
     ``failed``: not written, or (a read) not there. ``damaged``: there, but not what was promised:
-    other bytes, another size. ``error``: none arrived, and why.
+    other bytes, another size. ``error``: none arrived, and why. ``silent``: the other side could
+    not be reached, or did not answer in time, for all of it or a part.
     """
 
     failed: tuple[bytes, ...] = ()
     damaged: tuple[bytes, ...] = ()
     error: str = ""
+    silent: bool = False
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -96,6 +98,17 @@ class Store(Protocol):
         """Ends what is in flight (as failed) and gives everything back."""
 
 
+class Shared(Store, Protocol):
+    """A store that other nodes use too: what is in it may come and go without our doing."""
+
+    def find(self, names: Sequence[bytes], done: Finish) -> None:
+        """Which of these are there; ``failed`` are those that are not. Nothing is verified."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Pieces and failures, by reason."""
+
+
 class Counts:
     """Counters that several threads raise: operations, bytes, and failures by reason."""
 
@@ -134,12 +147,21 @@ class Life:
                 self._lost(change)
 
 
+_NOTHING = memoryview(bytearray(1))
+
+
+def asked(names: Sequence[bytes]) -> list[Piece]:
+    """Names alone in the form of pieces, for `Shared.find`: their views are never touched."""
+    return [Piece(name, _NOTHING) for name in names]
+
+
 def let_go(piece: Piece, counts: Counts) -> None:
     """Nothing of ours touches its view any more."""
     if piece.released is None:
         return
+    released, piece.released = piece.released, None  # which may hold the piece itself
     try:
-        piece.released()
+        released()
     except Exception:  # as with ``done``
         counts.add("released_failed")
 

@@ -212,6 +212,7 @@ class DiskStore:
         size = self._room.segment_bytes
         if catalogue.lost:
             self.counts.add("catalogue_lost")
+        self._files.look_for_room(segments, size)
         there = {n: self._files.open(n, size) for n in range(segments)}
         used: dict[int, list[tuple[int, int]]] = {n: [] for n in there}
         wrong: list[bytes] = []
@@ -228,8 +229,8 @@ class DiskStore:
             end = row.place + row.room
             used[number].append((offset, row.room))
             self._held[held.label.name] = held
-        if wrong:
-            self.counts.add("found_unusable", len(wrong))
+        if wrong or catalogue.unusable:
+            self.counts.add("found_unusable", len(wrong) + catalogue.unusable)
             self._commits.drop(wrong)
         for number, rooms in used.items():
             self._room.add(number, rooms)

@@ -24,6 +24,13 @@ CREATE TABLE IF NOT EXISTS units (
 ) WITHOUT ROWID;
 """
 _FORM = 1
+_SEGMENT_BYTES_MAX = 1 << 48
+_EPOCHS = 1 << 31  # starts of an agent; generations begin with their number
+_FOREIGN = """
+DELETE FROM units WHERE typeof(name) <> 'blob' OR typeof(label) <> 'blob'
+    OR typeof(place) <> 'integer' OR typeof(room) <> 'integer'
+"""  # SQLite keeps a value of any type in any column
+_BEYOND = "DELETE FROM units WHERE place + room > ?"
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -39,22 +46,26 @@ class Catalogue:
     """Not for threads: whoever owns it locks."""
 
     def __init__(self, directory: Path, segment_bytes: int) -> None:
-        """Opens or makes it; a damaged one is set aside as ``catalogue.damaged``. Places in
-        segments of another size mean nothing and are forgotten.
+        """Opens or makes it; a damaged one is set aside as ``catalogue.damaged``: then all that was
+        held is ``lost``.
 
-        ``lost``: one of that happened, and all that was held is forgotten. ``found``: all rows,
-        the last place first. Raises ConfigError when the disk cannot be written to.
+        Where segments had another size, only places in the first one still mean what they did, as
+        far as it reaches now. ``found``: all rows, the last place first, but for ``unusable`` ones
+        (beyond that, or with values of other types), which are gone. Raises ConfigError when the
+        disk cannot be written to.
         """
         self.path = directory / "catalogue.db"
         self.lost = False
+        self.unusable = 0
         self._commits = 0
         self._full = True
         self._segment_bytes = segment_bytes
         try:
             self._db = self._open()
-        except sqlite3.OperationalError as error:
-            raise ConfigError(f"disk: {self.path} cannot be opened: {error}") from error
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError as error:
+            unusable = isinstance(error, sqlite3.OperationalError)
+            if unusable and error.sqlite_errorcode != sqlite3.SQLITE_ERROR:  # it has other columns
+                raise ConfigError(f"disk: {self.path} cannot be opened: {error}") from error
             self._set_aside()
             self._db = self._open()
 
@@ -71,10 +82,16 @@ class Catalogue:
             found = dict(db.execute("SELECT key, value FROM meta"))
             if found.get("form", _FORM) != _FORM:
                 raise sqlite3.DatabaseError("another form")
-            self.epoch = found.get("epoch", 0) + 1
-            if found.get("segment", self._segment_bytes) != self._segment_bytes:
-                self.lost = True
-                db.execute("DELETE FROM units")
+            epoch = found.get("epoch", 0)
+            if not isinstance(epoch, int) or not 0 <= epoch < _EPOCHS:
+                raise sqlite3.DatabaseError("no count of starts")
+            self.epoch = epoch + 1
+            had = found.get("segment", self._segment_bytes)
+            if not isinstance(had, int) or not 0 < had <= _SEGMENT_BYTES_MAX:
+                raise sqlite3.DatabaseError("no size of segments")
+            self.unusable = db.execute(_FOREIGN).rowcount
+            if had != self._segment_bytes:
+                self.unusable += db.execute(_BEYOND, (min(had, self._segment_bytes),)).rowcount
             rows = (("form", _FORM), ("epoch", self.epoch), ("segment", self._segment_bytes))
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -87,7 +104,13 @@ class Catalogue:
 
     def _set_aside(self) -> None:
         self.lost = True
-        self.path.replace(self.path.with_suffix(".damaged"))
+        aside = self.path.with_suffix(".damaged")
+        try:
+            self.path.replace(aside)
+        except OSError as error:
+            raise ConfigError(
+                f"disk: {self.path} is damaged and cannot be moved to {aside}: {error}"
+            ) from error
         for ending in ("-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
                 self.path.with_name(self.path.name + ending).unlink()

@@ -38,7 +38,21 @@ class Files:
     def there(self) -> list[int]:
         """Numbers of the segments that exist."""
         names = (path.stem.partition("-")[2] for path in self.directory.glob("segment-*.kv"))
-        return sorted(int(name) for name in names if name.isdigit())
+        return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+
+    def look_for_room(self, segments: int, size_bytes: int) -> None:
+        """For so many segments, before one of them is made: a disk that is filled up on the way
+        stops all who use it. Raises ConfigError when there is none."""
+        there = sum(
+            min(self.path(n).stat().st_size, size_bytes) for n in self.there() if n < segments
+        )
+        disk = os.statvfs(self.directory)
+        wanted, free = segments * size_bytes - there, disk.f_bavail * disk.f_frsize
+        if wanted > free:
+            raise ConfigError(
+                f"disk: {self.directory} cannot be made that large: {wanted} bytes more are wanted,"
+                f" {free} are free. Ask for less, or make room"
+            )
 
     def open(self, number: int, size_bytes: int) -> int:
         """Open a segment, all of its room allocated; says how many of its bytes were there.

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
-import xxhash
 
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.arena import Arena, Slot, Slots
@@ -40,8 +39,8 @@ class DramStore:
     transport = "shm"
 
     def __init__(self, arena: Arena, *, verify: bool = True) -> None:
-        """``arena``: the caller's own and empty; closed by the caller. ``verify``: checksums of
-        what `write` and `read` copy."""
+        """``arena``: the caller's own and empty; closed by the caller. ``verify``: whether
+        checksums of what `write` and `read` copy must be right."""
         self.arena = arena
         self.counts = Counts()
         self._verify = verify
@@ -85,6 +84,18 @@ class DramStore:
             del self._rooms[name]
             self._slots.give(slot)
             self._slots.release(slot)
+
+    def adopt(self, room: bytes, name: bytes, unit: Unit) -> bool:
+        """What fills a room is a unit from now on, and pinned for whoever held the room; False
+        where one of that name is there or on its way. Raises StoreError as `commit`."""
+        with self._lock:
+            if self._rooms.get(room) != unit.slot:
+                raise StoreError(f"adopt {room!r}: not reserved (any more)")
+            if self._closed or name in self._units or name in self._rooms:
+                return False
+            del self._rooms[room]
+            self._units[name] = unit
+            return True
 
     def pin(self, name: bytes) -> Unit | None:
         """It stays where it is until `unpin`; None: it is not there."""
@@ -173,10 +184,8 @@ class DramStore:
         slot = None if filling else self.reserve(piece.name, len(piece.view))
         if slot is None:
             return Why.BUSY if filling else Why.FULL
-        digest = xxhash.xxh3_128() if self._verify else None
-        self.arena.copy_in(slot, [piece.view], digest)
-        if digest is not None:
-            checksum = digest.intdigest() or 1
+        checksum = self.arena.copy_in(slot, [piece.view])
+        if self._verify:
             if piece.checksum not in (0, checksum):
                 self.abort(piece.name, slot)
                 return Why.DAMAGED  # it was wrong before it came here
@@ -193,9 +202,8 @@ class DramStore:
             why = unfit(piece, unit.slot.size_bytes, unit.checksum, unit.fingerprint)
             if why is not None:
                 return why
-            digest = xxhash.xxh3_128() if self._verify else None
-            self.arena.copy_out(unit.slot, [piece.view], digest)
-            found = unit.checksum if digest is None else digest.intdigest() or 1
+            copied = self.arena.copy_out(unit.slot, [piece.view])
+            found = copied if self._verify else unit.checksum
             wanted = piece.checksum or unit.checksum
             if wanted and found != wanted:
                 self._quarantine(piece.name, unit)

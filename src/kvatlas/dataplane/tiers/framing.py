@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 
 from kvatlas.dataplane import records
+from kvatlas.dataplane.codec import Codec, decode, encode
 from kvatlas.dataplane.records import Label
 from kvatlas.dataplane.tiers.base import Entry, Piece, checksum_of, well_formed
 from kvatlas.errors import StoreError
@@ -26,19 +27,33 @@ def fit(piece: Piece, *, into: bool = False) -> bool:
 
 def pack(piece: Piece) -> bytes | None:
     """What goes before a piece; None where its bytes are not those of its checksum."""
+    made = coded(piece, Codec.RAW)
+    return None if made is None else made[0]
+
+
+def coded(piece: Piece, codec: Codec) -> tuple[bytes, memoryview] | None:
+    """The same with the bytes to store after it, in a code where that makes them fewer."""
     checksum = checksum_of(piece.view)
     if piece.checksum not in (0, checksum):
         return None
     piece.checksum = checksum
-    size_bytes = piece.view.nbytes
-    return header_of(
-        Entry(piece.name, size_bytes, checksum, piece.index, piece.tenant, piece.fingerprint)
+    used, stored = encode(codec, piece.view)
+    label = Label(
+        name=piece.name,
+        size_bytes=piece.view.nbytes,
+        checksum=records.checksum_bytes(checksum),
+        stored_bytes=len(stored),
+        codec=used,
+        index=piece.index,
+        tenant=piece.tenant,
+        fingerprint=piece.fingerprint,
     )
+    return _padded(label), stored
 
 
 def header_of(found: Entry) -> bytes:
     """The same for bytes whose checksum is known and believed."""
-    return records.pack(labelled(found)).ljust(HEADER_BYTES, b"\0")
+    return _padded(labelled(found))
 
 
 def unpack(data: memoryview | bytes | bytearray) -> Label | None:
@@ -70,6 +85,10 @@ def labelled(found: Entry) -> Label:
     )
 
 
+def _padded(label: Label) -> bytes:
+    return records.pack(label).ljust(HEADER_BYTES, b"\0")
+
+
 class Verdict(enum.Enum):
     """What a value turned out to be."""
 
@@ -79,19 +98,33 @@ class Verdict(enum.Enum):
 
 
 def judge(
-    label: Label | None, piece: Piece, stored_bytes: int, checksum: int | None = None
+    label: Label | None,
+    piece: Piece,
+    stored_bytes: int,
+    checksum: int | None = None,
+    stored: memoryview | None = None,
 ) -> Verdict:
     """``stored_bytes`` lie after the label; where they are as many as the piece has, they are in
-    its view, and ``checksum`` is what they were summed to, if they were. Where they are right it is
-    put into the piece."""
+    its view, and ``checksum`` is what they were summed to, if they were; ``stored``: where they
+    are, for those in a code. Where they are right the piece gets it, and what else the label
+    says."""
     if label is None or label.name != piece.name or label.stored_bytes != stored_bytes:
         return Verdict.BROKEN
-    if stored_bytes != piece.view.nbytes:
+    if label.size_bytes != piece.view.nbytes:
         return Verdict.OTHER
+    try:
+        if label.codec:
+            checksum = None
+            decode(label.codec, memoryview(b"") if stored is None else stored, piece.view)
+        elif stored_bytes != piece.view.nbytes:
+            return Verdict.BROKEN
+    except StoreError:
+        return Verdict.BROKEN
     found = checksum_of(piece.view) if checksum is None else checksum or 1
     if found != records.checksum_int(label.checksum):
         return Verdict.BROKEN
     if piece.checksum not in (0, found) or piece.fingerprint not in (b"", label.fingerprint):
         return Verdict.OTHER
     piece.checksum = found
+    piece.index, piece.tenant, piece.fingerprint = label.index, label.tenant, label.fingerprint
     return Verdict.RIGHT

@@ -1,63 +1,62 @@
-"""Values in a Mooncake Store, put from and got into registered arena memory by its own client.
+"""Values in a Mooncake Store, put from and got into the arena by its own client.
 
 Mooncake (mooncake-transfer-engine, tested with 0.3.13) replicates, places and evicts; its master
 alone knows where a value lies, and after a restart it knows nothing. A marker with a random life in
 it tells: who finds it gone or changed has lost all that was there, and says so (``lost``).
 
-Its calls block in C++ and cannot be ended from outside. One that hangs costs its thread until it
-returns, its operation fails by the deadline, and the view is let go of (`Piece.released`) only when
-the call is over. Two of them, setup and close, keep the whole interpreter from running while the
-master does not answer (0.3.13, seen here): setup is tried in a process of its own first, and close
-is left out where the master has just failed to answer.
+Its client may hang, and takes the interpreter with it: it lives in a process of its own
+(`mooncake_client`) that maps the same arena. An answer that is late ends that process, whose death
+is a miss, and another is started: when an operation has ended nothing touches its views.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 
 from kvatlas.core.records import Tier
-from kvatlas.dataplane.tiers import framing
-from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Life, Piece, let_go
-from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
+from kvatlas.dataplane.arena import Arena
+from kvatlas.dataplane.records import checksum_bytes, checksum_int
+from kvatlas.dataplane.tiers import framing, mooncake_wire
+from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Life, Piece, asked, let_go
+from kvatlas.dataplane.tiers.framing import HEADER_BYTES
+from kvatlas.dataplane.tiers.mooncake_wire import (
+    GROUP,
+    Answer,
+    Client,
+    End,
+    Item,
+    Job,
+    Ready,
+    Seen,
+)
 from kvatlas.dataplane.tiers.work import Batch, Task, Why, Workers
 from kvatlas.errors import ConfigError, StoreError
 
-GROUP = 32  # pieces in one call: a large batch costs a third of the same in several threads
-BODY = GROUP * HEADER_BYTES  # in a bounce buffer; labels lie before it
-LOOK_S = 1.0  # between two looks at the marker
+RETRY_S = 1.0  # between two processes
 KEYS_BYTES_MAX = 256 << 20
-_GONE, _FULL, _SIZES = -704, (-200,), (-600, -800)  # of mooncake-store's ErrorCode
-T = TypeVar("T")
-_Act = Callable[[Batch, list[Piece]], None]
-_TRY = """
-import os, sys
-from mooncake.store import MooncakeDistributedStore
-host, metadata, protocol, devices, master = sys.argv[1:]
-code = MooncakeDistributedStore().setup(host, metadata, 0, 1 << 20, protocol, devices, master)
-os._exit(1 if code else 0)
-"""
-_LEFT: list[object] = []  # what a call that never returned may still touch
+VERBS = "libibverbs.so.1"
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Which master, and how. ``segment_bytes``: memory that this node gives to the store.
+    """Which master, and how. A node gives no memory to the store by this: that is for a process of
+    Mooncake's own.
 
     ``admin_url``: the master's HTTP port, for `scan`; without it the store counts as empty after a
-    restart of ours. ``bounce_bytes``: per thread, for values outside the registered memory.
-    ``connect_s``: for one try to connect, in the background.
+    restart of ours. ``bounce_bytes``: per thread, for values outside the arena. ``connect_s``: for
+    one try to connect, in the background.
     """
 
     master: str = "127.0.0.1:50051"
@@ -65,7 +64,6 @@ class Settings(msgspec.Struct, frozen=True):
     metadata: str = "P2PHANDSHAKE"
     protocol: str = "tcp"
     devices: str = ""
-    segment_bytes: int = 0
     buffer_bytes: int = 16 << 20
     bounce_bytes: int = 2 << 20
     prefix: str = "kvatlas:"
@@ -89,38 +87,28 @@ class Settings(msgspec.Struct, frozen=True):
         times = (self.deadline_s, self.connect_s)
         if min(self.threads, self.queue_max) < 1 or not all(0 < t < 86400 for t in times):
             raise ConfigError("mooncake: threads and queue_max must be at least 1, times > 0")
-        if self.segment_bytes < 0 or self.buffer_bytes < 1 or self.bounce_bytes <= BODY:
-            raise ConfigError(
-                f"mooncake: segment_bytes, buffer_bytes or bounce_bytes (above {BODY})"
-            )
+        if self.buffer_bytes < 1 or self.bounce_bytes < mmap.PAGESIZE:
+            raise ConfigError("mooncake: buffer_bytes or bounce_bytes (at least a page)")
 
 
 class MooncakeStore:
-    """See `base.Store`. ``memory`` is registered: pieces in it are moved in place."""
+    """See `base.Shared`. Pieces in the arena are moved in place."""
 
     tier = Tier.OBJECT
 
     def __init__(
-        self,
-        settings: Settings,
-        memory: Sequence[memoryview] = (),
-        lost: Callable[[str], None] | None = None,
+        self, settings: Settings, arena: Arena, lost: Callable[[str], None] | None = None
     ) -> None:
         """Connects in the background. Raises ConfigError where Mooncake is not installed."""
-        self._kind = _imported()
+        if why := missing():
+            raise ConfigError(f"mooncake: {why}")
         self.settings = settings
         self.transport = settings.protocol
         self._counts = Counts()
-        self._life = Life(self._counts, lost)
-        self._memory = [_Memory(view) for view in memory]
-        self._local = threading.local()
-        self._bounces: list[_Memory] = []
-        self._lock = threading.Lock()
-        self._client: Any = None
-        self._why = ""
-        self._looked = 0.0
-        self._closed = threading.Event()
-        self._ready = threading.Event()
+        self._begin = _address_of(arena.memory)
+        self._end = self._begin + arena.size_bytes
+        self._bounce = _Bounce(settings.threads, settings.bounce_bytes)
+        self._process = _Process(settings, arena, self._bounce, self._counts, lost)
         self._workers = Workers(
             "kvatlas-mooncake",
             self._counts,
@@ -128,8 +116,6 @@ class MooncakeStore:
             queue_max=settings.queue_max,
             deadline_s=settings.deadline_s,
         )
-        self._opener = threading.Thread(target=self._open, name="kvatlas-mooncake", daemon=True)
-        self._opener.start()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -138,23 +124,25 @@ class MooncakeStore:
 
     def write(self, pieces: Sequence[Piece], done: Finish) -> None:
         """See `base.Store`."""
-        self._workers.run("write", pieces, self._grouped(pieces, self._write), done)
+        self._workers.run("write", pieces, self._grouped(pieces, self._move("write")), done)
 
     def read(self, pieces: Sequence[Piece], done: Finish) -> None:
         """See `base.Store`."""
-        self._workers.run("read", pieces, self._grouped(pieces, self._read), done)
+        self._workers.run("read", pieces, self._grouped(pieces, self._move("read")), done)
+
+    def find(self, names: Sequence[bytes], done: Finish) -> None:
+        """See `base.Shared`."""
+        pieces = asked(names)
+        self._workers.run("find", pieces, self._grouped(pieces, self._find), done)
 
     def delete(self, names: Sequence[bytes]) -> None:
         """See `base.Store`. Raises StoreError where the master cannot be asked."""
-
-        def act() -> None:
-            for name in names:
-                code = self._client.remove(self._key(name), True)
-                if code not in (0, _GONE):
-                    raise StoreError(f"mooncake: remove failed with {code}")
-
-        if names:
-            self._by_deadline(act)
+        until = time.monotonic() + self.settings.deadline_s
+        for start in range(0, len(names), GROUP):
+            items = tuple(Item(name) for name in names[start : start + GROUP])
+            ends = self._process.ask("delete", items, until)
+            if ends is None or any(end.why for end in ends):
+                raise StoreError("mooncake: the master did not remove it")
 
     def scan(self) -> Iterator[Entry]:
         """See `base.Store`; sizes only. Raises StoreError and OSError."""
@@ -163,136 +151,26 @@ class MooncakeStore:
         url = self.settings.admin_url + "/get_all_keys"
         with urllib.request.urlopen(url, timeout=self.settings.deadline_s) as answer:
             said = answer.read(KEYS_BYTES_MAX).decode("utf-8", "replace")
-        for key in said.split():
-            name = self._name(key)
-            if name is None:
-                continue
-            size = self._by_deadline(partial(self._size, key))
-            if size > HEADER_BYTES:
-                yield Entry(name, size - HEADER_BYTES)
+        names = [name for key in said.split() if (name := self._name(key)) is not None]
+        for start in range(0, len(names), GROUP):
+            part = names[start : start + GROUP]
+            until = time.monotonic() + self.settings.deadline_s
+            ends = self._process.ask("size", tuple(map(Item, part)), until)
+            if ends is None:
+                raise StoreError("mooncake: the master does not answer")
+            for name, end in zip(part, ends, strict=True):
+                if end.size_bytes > HEADER_BYTES:
+                    yield Entry(name, end.size_bytes - HEADER_BYTES)
 
     def close(self) -> None:
-        """See `base.Store`. What hangs in a call is left to it, and counted."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        clean = self._workers.close()
-        self._opener.join(self.settings.deadline_s)
-        if self._client is not None and clean:
-            try:
-                self._in_time(self._shut)
-                return
-            except StoreError:
-                pass
-        if self._client is not None or self._opener.is_alive():
-            self._counts.add("left_open")
-            _LEFT.extend([self._client, *self._memory, *self._bounces])
+        """See `base.Store`: the client's process is gone afterwards."""
+        self._process.close()
+        if self._workers.close():
+            self._bounce.close()
 
-    # -- opening and ending -----------------------------------------------------------------------
+    # -- many pieces at a time --------------------------------------------------------------------
 
-    def _open(self) -> None:
-        one = self.settings
-        while not self._closed.is_set():
-            code = -1
-            if self._try_setup():
-                client = self._kind()
-                memory = (one.segment_bytes, one.buffer_bytes)
-                code = client.setup(
-                    one.hostname, one.metadata, *memory, one.protocol, one.devices, one.master
-                )
-            if code == 0 and self._closed.is_set():
-                client.close()
-                return
-            if code == 0:
-                self._client = client
-                if all(self._register(memory) for memory in self._memory):
-                    self._look()
-                    self._why = ""
-                    self._ready.set()
-                    return
-                self._why = "the arena cannot be registered"
-                self._ready.set()
-                return
-            self._why = f"no connection to the master at {one.master}"
-            self._ready.set()
-            self._closed.wait(LOOK_S)
-            self._ready.clear()
-
-    def _try_setup(self) -> bool:
-        """Whether a client elsewhere gets through to the master, now and in time."""
-        one = self.settings
-        words = [one.hostname, one.metadata, one.protocol, one.devices, one.master]
-        with subprocess.Popen(
-            [sys.executable, "-c", _TRY, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        ) as child:
-            until = time.monotonic() + self.settings.connect_s
-            while child.poll() is None:
-                if time.monotonic() > until or self._closed.wait(0.02):
-                    child.kill()
-            return child.returncode == 0
-
-    def _register(self, memory: _Memory) -> bool:
-        return bool(self._client.register_buffer(memory.address, memory.size_bytes) == 0)
-
-    def _shut(self) -> None:
-        self._client.is_exist(self.settings.prefix + "life")  # may hang, and harms nobody
-        for memory in (*self._memory, *self._bounces):
-            self._client.unregister_buffer(memory.address)
-        self._client.close()
-        self._client = None
-        for memory in (*self._memory, *self._bounces):
-            memory.release()
-
-    def _look(self) -> None:
-        """Whether the master still knows what it knew: the marker says so."""
-        with self._lock:
-            if self._looked and time.monotonic() - self._looked < LOOK_S:
-                return
-            self._looked = time.monotonic()
-        key = self.settings.prefix + "life"
-        found = bytes(self._client.get(key))
-        if not found:
-            if self._client.put(key, os.urandom(16)) != 0:
-                return  # it cannot be asked now
-            found = bytes(self._client.get(key))
-        self._life.seen(found, f"the master at {self.settings.master} has lost its index")
-
-    def _size(self, key: str) -> int:
-        return int(self._client.get_size(key))
-
-    def _by_deadline(self, act: Callable[[], T]) -> T:
-        """Raises StoreError where there is no connection, or none in time."""
-        if not self._ready.wait(self.settings.deadline_s) or self._why:
-            raise StoreError(f"mooncake: {self._why or 'not connected in time'}")
-        return self._in_time(act)
-
-    def _in_time(self, act: Callable[[], T]) -> T:
-        """In a thread that may be left behind. Raises StoreError."""
-        answers: list[T] = []
-        problems: list[Exception] = []
-
-        def run() -> None:
-            try:
-                answers.append(act())
-            except Exception as problem:
-                problems.append(problem)
-
-        thread = threading.Thread(target=run, name="kvatlas-mooncake-call", daemon=True)
-        thread.start()
-        thread.join(self.settings.deadline_s)
-        if thread.is_alive():
-            self._counts.add("hanging")
-            raise StoreError("mooncake: no answer in time")
-        if problems:
-            raise StoreError(str(problems[0])) from problems[0]
-        return answers[0]
-
-    # -- one piece --------------------------------------------------------------------------------
-
-    def _grouped(self, pieces: Sequence[Piece], act: _Act) -> Task:
+    def _grouped(self, pieces: Sequence[Piece], act: Callable[[Batch, list[Piece]], None]) -> Task:
         """A thread takes many pieces of an operation at a time: one call for all of them."""
         waiting = {id(piece): piece for piece in pieces}
         lock = threading.Lock()
@@ -309,7 +187,7 @@ class MooncakeStore:
                 if batch.start(other):
                     group.append(other)
             try:
-                act(batch, [one for one in group if self._may(batch, one)])
+                act(batch, group)
             finally:
                 for other in group[1:]:
                     let_go(other, self._counts)
@@ -317,123 +195,73 @@ class MooncakeStore:
 
         return task
 
-    def _write(self, batch: Batch, group: list[Piece]) -> None:
-        headers = {id(piece): framing.pack(piece) for piece in group}
-        for piece in group:
-            if headers[id(piece)] is None:
-                batch.settle(piece, Why.DAMAGED)
-        good = [piece for piece in group if headers[id(piece)]]
-        for places in self._placed(batch, good):
-            bounce = self._bounce()
-            for place in places:
-                bounce.view[place.head : place.head + HEADER_BYTES] = (
-                    headers[id(place.piece)] or b""
-                )
-                if place.bounced:
-                    bounce.view[BODY : BODY + place.size] = place.piece.view
-            codes = self._client.batch_put_from_multi_buffers(*self._call(places, bounce))
-            for place, code in zip(places, codes, strict=True):
-                why = None if code == 0 else Why.FULL if code in _FULL else Why.IO
-                if why is Why.IO:
-                    self._counts.add(f"code_{code}")
-                batch.settle(place.piece, why)
+    def _find(self, batch: Batch, group: list[Piece]) -> None:
+        items = tuple(Item(piece.name) for piece in group)
+        self._settle(batch, group, self._process.ask("find", items, batch.until))
 
-    def _read(self, batch: Batch, group: list[Piece]) -> None:
-        for places in self._placed(batch, group, into=True):
-            bounce = self._bounce()
-            codes = self._client.batch_get_into_multi_buffers(*self._call(places, bounce))
-            for place, code in zip(places, codes, strict=True):
-                piece = place.piece
-                if place.bounced and code == HEADER_BYTES + place.size:
-                    piece.view[:] = bounce.view[BODY : BODY + place.size]
-                header = bounce.view[place.head : place.head + HEADER_BYTES]
-                batch.settle(piece, self._verdict(code, piece, header))
-
-    def _placed(
-        self, batch: Batch, group: list[Piece], *, into: bool = False
-    ) -> Iterator[list[_Place]]:
-        """What can be moved in place, together; then what has to go by the bounce buffer, one by
-        one; what is too large for that is settled."""
-        inside: list[_Place] = []
-        outside: list[_Place] = []
-        for piece in group:
-            address = self._address(piece)
-            if into and piece.view.readonly:
-                batch.settle(piece, Why.INVALID)
-            elif address is not None:
-                inside.append(_Place(piece, len(inside) * HEADER_BYTES, address))
-            elif piece.view.nbytes <= self.settings.bounce_bytes - BODY:
-                outside.append(_Place(piece, 0, self._bounce().address + BODY, bounced=True))
+    def _settle(self, batch: Batch, group: Sequence[Piece], ends: Sequence[End] | None) -> None:
+        for n, piece in enumerate(group):
+            if ends is None:
+                late = time.monotonic() >= batch.until
+                batch.settle(piece, Why.LATE if late else Why.IO)
             else:
-                batch.settle(piece, Why.INVALID)
-        if inside:
-            yield inside
-        for place in outside:
-            yield [place]
+                batch.settle(piece, Why(ends[n].why) if ends[n].why else None)
 
-    def _call(
-        self, places: list[_Place], bounce: _Memory
-    ) -> tuple[list[str], list[list[int]], list[list[int]]]:
-        keys = [self._key(place.piece.name) for place in places]
-        addresses = [[bounce.address + place.head, place.address] for place in places]
-        return keys, addresses, [[HEADER_BYTES, place.size] for place in places]
+    def _move(self, what: str) -> Callable[[Batch, list[Piece]], None]:
+        into = what == "read"
 
-    def _verdict(self, code: int, piece: Piece, header: memoryview) -> Why | None:
-        key = self._key(piece.name)
-        if code == _GONE:
-            self._look()
-            return Why.MISSING
-        if code != HEADER_BYTES + piece.view.nbytes:
-            if code in _SIZES or code >= 0:
-                size = self._client.get_size(key)
-                if size >= 0 and size != HEADER_BYTES + piece.view.nbytes:
-                    return Why.DAMAGED
-            self._counts.add(f"code_{code}")
-            self._look()
-            return Why.IO
-        label = framing.unpack(header)
-        verdict = framing.judge(label, piece, piece.view.nbytes)
-        if verdict is Verdict.BROKEN:
-            self._counts.add("quarantined")
-            self._client.remove(key, True)
-        return None if verdict is Verdict.RIGHT else Why.DAMAGED
+        def act(batch: Batch, group: list[Piece]) -> None:
+            fit = [piece for piece in group if framing.fit(piece, into=into)]
+            for piece in group:
+                if piece not in fit:
+                    batch.settle(piece, Why.INVALID)
+            places = [(piece, self._offset(piece)) for piece in fit]
+            inside = [(piece, at) for piece, at in places if at is not None]
+            if inside:
+                items = tuple(_item(piece, at) for piece, at in inside)
+                ends = self._process.ask(what, items, batch.until)
+                self._ended(batch, [piece for piece, _ in inside], ends)
+            outside = [piece for piece, at in places if at is None]
+            self._by_bounce(what, batch, outside)
 
-    def _may(self, batch: Batch, piece: Piece) -> bool:
-        """Whether there is a connection; settles the piece where there is none."""
-        if not framing.fit(piece):
-            batch.settle(piece, Why.INVALID)
-            return False
-        if not self._ready.wait(max(0.0, batch.until - time.monotonic())):
-            batch.settle(piece, Why.LATE)
-            return False
-        if self._why or self._client is None:
-            batch.settle(piece, Why.IO)
-            return False
-        return True
+        return act
 
-    def _address(self, piece: Piece) -> int | None:
-        """Where its view lies, if that is registered."""
+    def _by_bounce(self, what: str, batch: Batch, waiting: list[Piece]) -> None:
+        """Values that lie outside of the arena, as many at a time as have room."""
+        view, base = self._bounce.mine()
+        while waiting:
+            placed: list[tuple[Piece, int]] = []
+            at = 0
+            while waiting and at + waiting[0].view.nbytes <= len(view):
+                piece = waiting.pop(0)
+                placed.append((piece, at))
+                at += piece.view.nbytes
+            if not placed:
+                batch.settle(waiting.pop(0), Why.INVALID)  # too large for that
+                continue
+            for piece, at in placed if what == "write" else ():
+                view[at : at + piece.view.nbytes] = piece.view
+            items = tuple(_item(piece, base + at, bounced=True) for piece, at in placed)
+            ends = self._process.ask(what, items, batch.until)
+            for n, (piece, at) in enumerate(placed if what == "read" and ends else ()):
+                if ends and not ends[n].why:
+                    piece.view[:] = view[at : at + piece.view.nbytes]
+            self._ended(batch, [piece for piece, _ in placed], ends)
+
+    def _ended(self, batch: Batch, group: Sequence[Piece], ends: Sequence[End] | None) -> None:
+        for piece, end in zip(group, ends or (), strict=False):
+            if end.checksum:
+                piece.checksum, piece.index = checksum_int(end.checksum), end.index
+                piece.tenant, piece.fingerprint = end.tenant, end.fingerprint
+        self._settle(batch, group, ends)
+
+    def _offset(self, piece: Piece) -> int | None:
+        """Where in the arena its view lies, if it does."""
         if piece.view.readonly:
             return None
-        address = ctypes.addressof(ctypes.c_char.from_buffer(piece.view))
-        end = address + piece.view.nbytes
-        inside = any(m.address <= address and end <= m.end for m in self._memory)
-        return address if inside else None
-
-    def _bounce(self) -> _Memory:
-        """This thread's own."""
-        made: _Memory | None = getattr(self._local, "bounce", None)
-        if made is None:
-            made = _Memory(memoryview(mmap.mmap(-1, self.settings.bounce_bytes)))
-            if not self._register(made):
-                raise OSError("mooncake: a buffer cannot be registered")
-            self._local.bounce = made
-            with self._lock:
-                self._bounces.append(made)
-        return made
-
-    def _key(self, name: bytes) -> str:
-        return f"{self.settings.prefix}v:{name.hex()}"
+        address = _address_of(piece.view)
+        inside = self._begin <= address and address + piece.view.nbytes <= self._end
+        return address - self._begin if inside else None
 
     def _name(self, key: str) -> bytes | None:
         start = self.settings.prefix + "v:"
@@ -443,36 +271,213 @@ class MooncakeStore:
             return None
 
 
-class _Place:
-    """A piece, where in the bounce buffer its label is, and the address of its bytes."""
-
-    def __init__(self, piece: Piece, head: int, address: int, *, bounced: bool = False) -> None:
-        self.piece = piece
-        self.head = head
-        self.address = address
-        self.bounced = bounced
-        self.size = piece.view.nbytes
-
-
-class _Memory:
-    """A stretch of memory that stays where it is while this is alive."""
-
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
-        self._held: ctypes.c_char | None = ctypes.c_char.from_buffer(view)
-        self.address = ctypes.addressof(self._held)
-        self.size_bytes = view.nbytes
-        self.end = self.address + view.nbytes
-
-    def release(self) -> None:
-        self._held = None
-
-
-def _imported() -> Any:
+def missing() -> str:
+    """Why its client cannot run here, and what to do; "" where it can. Nothing is imported."""
+    if importlib.util.find_spec("mooncake") is None:
+        return "its client is not installed: pip install 'kvatlas[mooncake]'"
     try:
-        from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError(
-            f"mooncake: its client cannot be loaded ({error}): pip install 'kvatlas[mooncake]'"
-        ) from error
-    return MooncakeDistributedStore
+        ctypes.CDLL(VERBS)
+    except OSError as error:
+        return f"its client needs {VERBS}, also for TCP ({error}): install libibverbs1"
+    return ""
+
+
+class _Bounce:
+    """Memory that both processes map, a part of it for each thread of ours."""
+
+    def __init__(self, threads: int, size_bytes: int) -> None:
+        self.size_bytes = threads * size_bytes
+        self.fd = os.memfd_create("kvatlas-mooncake", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.size_bytes)
+        self._view = memoryview(mmap.mmap(self.fd, self.size_bytes))
+        self._part = size_bytes
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._taken = 0
+
+    def mine(self) -> tuple[memoryview, int]:
+        """This thread's part, and where it begins."""
+        at: int | None = getattr(self._local, "at", None)
+        if at is None:
+            with self._lock:
+                at = self._taken
+                self._taken += self._part
+            self._local.at = at
+        return self._view[at : at + self._part], at
+
+    def close(self) -> None:
+        """Again: nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class _Process:
+    """The client's process, started anew whenever it ended."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        arena: Arena,
+        bounce: _Bounce,
+        counts: Counts,
+        lost: Callable[[str], None] | None,
+    ) -> None:
+        self._settings = settings
+        self._arena = arena
+        self._bounce = bounce
+        self._counts = counts
+        self._life = Life(counts, lost)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._sending = threading.Lock()
+        self._socket: socket.socket | None = None  # while it is ready
+        self._child: subprocess.Popen[bytes] | None = None
+        self._waiting: dict[int, list[Answer]] = {}
+        self._failed = False  # the last try to connect
+        self._closed = threading.Event()
+        self._number = 0
+        self._keeper = threading.Thread(target=self._keep, name="kvatlas-mooncake", daemon=True)
+        self._keeper.start()
+
+    def ask(self, what: str, items: tuple[Item, ...], until: float) -> tuple[End, ...] | None:
+        """None: it did not answer, and nothing of it goes on."""
+        with self._changed:
+            while self._socket is None and not self._failed and not self._closed.is_set():
+                if not self._changed.wait(max(0.0, until - time.monotonic())):
+                    return None
+            sock = self._socket
+            if sock is None:
+                return None
+            self._number += 1
+            number = self._number
+            self._waiting[number] = []
+        try:
+            with self._sending:
+                mooncake_wire.send(sock, Job(number, what, items))
+        except OSError:
+            self._kill()
+        with self._changed:
+            while not (got := self._waiting.get(number)) and got is not None:
+                if not self._changed.wait(max(0.0, until - time.monotonic())):
+                    break
+            got = self._waiting.pop(number, None)
+        if got:
+            return got[0].ends
+        if got is not None:
+            self._counts.add("client_late")
+            self._kill()
+        return None
+
+    def _kill(self) -> None:
+        """And wait for its end: afterwards it touches nothing."""
+        with self._lock:
+            child, self._socket = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+
+    def _keep(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._serve()
+                self._counts.add("client_ended")
+            except OSError:  # no descriptor, say, or no memory for another process
+                self._over()
+                self._counts.add("client_not_started")
+            self._closed.wait(RETRY_S)
+
+    def _serve(self) -> None:
+        """One process, from its start to its end. Raises OSError where it cannot be started."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                child = self._start(theirs)
+            with self._lock:
+                self._child = child
+            if self._closed.is_set():
+                child.kill()
+            try:
+                ours.settimeout(self._settings.connect_s)
+                while True:
+                    self._take(ours, mooncake_wire.from_client(ours))
+            except (OSError, ValueError, msgspec.MsgspecError):
+                pass
+            child.kill()
+            child.wait()
+            self._over()
+
+    def _over(self) -> None:
+        """Whoever waits for it hears that it is gone."""
+        with self._changed:
+            self._socket = None
+            self._failed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _take(self, ours: socket.socket, message: mooncake_wire.FromClient) -> None:
+        match message:
+            case Ready():
+                ours.settimeout(None)
+                with self._changed:
+                    self._socket, self._failed = ours, False
+                    self._changed.notify_all()
+            case Seen(life):
+                master = self._settings.master
+                self._life.seen(life, f"the master at {master} has lost its index")
+            case Answer(number, _, counts):
+                for name, count in counts.items():
+                    self._counts.add(name, count)
+                with self._changed:
+                    if number in self._waiting:
+                        self._waiting[number].append(message)
+                        self._changed.notify_all()
+
+    def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        one, fds = self._settings, (self._arena.fileno(), self._bounce.fd, theirs.fileno())
+        given = Client(
+            fds[0],
+            fds[1],
+            self._bounce.size_bytes,
+            fds[2],
+            one.hostname,
+            one.metadata,
+            one.protocol,
+            one.devices,
+            one.master,
+            one.buffer_bytes,
+            one.threads,
+            one.prefix,
+        )
+        words = [sys.executable, "-m", "kvatlas.dataplane.tiers.mooncake_client"]
+        quiet = subprocess.DEVNULL
+        return subprocess.Popen(
+            [*words, msgspec.json.encode(given).decode()],
+            stdin=quiet,
+            stdout=quiet,
+            stderr=quiet,
+            pass_fds=fds,
+        )
+
+    def close(self) -> None:
+        """It is gone, and whoever waits hears of that."""
+        self._closed.set()
+        self._kill()
+        self._keeper.join()
+
+
+def _item(piece: Piece, offset: int, *, bounced: bool = False) -> Item:
+    return Item(
+        piece.name,
+        offset,
+        piece.view.nbytes,
+        bounced,
+        checksum_bytes(piece.checksum),
+        piece.index,
+        piece.tenant,
+        piece.fingerprint,
+    )
+
+
+def _address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

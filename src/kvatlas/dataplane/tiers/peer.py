@@ -1,10 +1,13 @@
 """Another agent's dram, read over TCP from its slots into ours.
 
-A connection begins with a greeting in which the reader proves that it knows the cluster's token
+A connection begins with a greeting in which both sides prove that they know the cluster's token
 and the server tells its life: a restarted peer holds nothing of what was known of it. Then:
 requests of up to `NAMES_MAX` names, each answered by a label (see `framing`) and the bytes as they
 lie in the slot, then one byte that says whether the slot was still the same when its last byte had
 left: one that was recycled meanwhile is a miss. Bulk of names: msgpack after a length.
+
+Before it reads, a reader asks which of some names there are: the agent answers for what may be
+read, and keeps that for a while (`core.agent_values.Lend`).
 
 Reading only: a peer's dram is written by its own agent, which can be asked to pull.
 """
@@ -19,7 +22,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -29,7 +32,15 @@ import xxhash
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.records import Label
 from kvatlas.dataplane.tiers import framing
-from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Life, Piece, checksum_of
+from kvatlas.dataplane.tiers.base import (
+    Counts,
+    Entry,
+    Finish,
+    Life,
+    Piece,
+    asked,
+    checksum_of,
+)
 from kvatlas.dataplane.tiers.dram import DramStore
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.dataplane.tiers.runs import Outcome, Refused, Runs
@@ -39,19 +50,23 @@ from kvatlas.errors import ConfigError, StoreError
 NAMES_MAX = 4096
 RUN_BYTES = 64 << 20
 REQUEST_BYTES_MAX = 2 << 20
-MAGIC = b"KVAP\1\0\0\0"
+MAGIC = b"KVAP\2\0\0\0"
 _LENGTH = struct.Struct("<I")
 _LIFE_BYTES = _NONCE_BYTES = _PROOF_BYTES = 16
 _MISSING = b"\0" * HEADER_BYTES
 _SAME, _RECYCLED = b"\1", b"\0"
+_MISSED = b"\0"
+_SERVER = b"server"  # before its nonce: nobody gets its proof by asking for ours
 
 
 class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """``names`` to read; none: the catalogue from ``start`` on. ``suspect``: these came wrong."""
+    """``names`` to read; none: the catalogue from ``start`` on. ``suspect``: these came wrong.
+    ``find``: which of them are there?"""
 
     names: list[bytes]
     start: int = 0
     suspect: bool = False
+    find: bool = False
 
 
 class PeerServer:
@@ -70,14 +85,17 @@ class PeerServer:
         connections_max: int = 64,
         send_s: float = 10.0,
         idle_s: float = 300.0,
+        lend: Callable[[Sequence[bytes]], Collection[bytes]] | None = None,
     ) -> None:
-        """Listens from now on. Raises ConfigError where it cannot."""
+        """Listens from now on. ``lend`` says which of some names may be read, from any thread;
+        without it all that is there may. Raises ConfigError where it cannot."""
         if connections_max < 1 or not 0 < send_s < 86400 or not 0 < idle_s < 86400:
             raise ConfigError("peer: connections_max, send_s and idle_s must be above zero")
         self.counts = Counts()
         self.life = os.urandom(_LIFE_BYTES)
         self._dram = dram
         self._token = token
+        self._lend = lend or self._there
         self._limits = (connections_max, send_s, idle_s)
         self._lock = threading.Lock()
         self._links: dict[Stream, threading.Thread] = {}
@@ -141,6 +159,9 @@ class PeerServer:
                 if request.suspect:
                     self._look_at(request.names)
                     link.send([_SAME])
+                elif request.find:
+                    lent = self._lend(request.names)
+                    link.send([b"".join(_SAME if n in lent else _MISSED for n in request.names)])
                 elif request.names:
                     last = b""
                     for name in request.names:
@@ -165,12 +186,13 @@ class PeerServer:
     def _greet(self, link: Stream) -> None:
         nonce = os.urandom(_NONCE_BYTES)
         link.send([MAGIC, self.life, nonce])
-        said = bytearray(len(MAGIC) + _PROOF_BYTES)
+        said = bytearray(len(MAGIC) + _PROOF_BYTES + _NONCE_BYTES)
         link.fill(memoryview(said))
-        if not hmac.compare_digest(bytes(said), MAGIC + _proof(self._token, nonce)):
+        proof, asked_for = bytes(said[:-_NONCE_BYTES]), bytes(said[-_NONCE_BYTES:])
+        if not hmac.compare_digest(proof, MAGIC + _proof(self._token, nonce)):
             self.counts.add("denied")
             raise ValueError("the reader does not know the token")
-        link.send([_SAME])
+        link.send([_proof(self._token, _SERVER + asked_for)])
 
     def _answer(self, link: Stream, name: bytes, last: bytes) -> bytes:
         """Sends ``last``, the word on the value before, and this value; says the word on it, which
@@ -192,6 +214,9 @@ class PeerServer:
             self._dram.unpin(unit.slot)
         self.counts.add("sent" if same else "recycled")
         return _SAME if same else _RECYCLED
+
+    def _there(self, names: Sequence[bytes]) -> Collection[bytes]:
+        return {name for name in names if self._dram.has([name])}
 
     def _look_at(self, names: list[bytes]) -> None:
         """A reader found them wrong: where they are wrong here they go, else it was the way."""
@@ -262,6 +287,10 @@ class PeerStore:
         """See `base.Store`."""
         self._runs.submit(pieces, self._read, done, into=True)
 
+    def find(self, names: Sequence[bytes], done: Finish) -> None:
+        """See `base.Shared`: what the peer lends for a while."""
+        self._runs.submit(asked(names), _find, done)
+
     def delete(self, names: Sequence[bytes]) -> None:
         """Raises StoreError: a peer's dram is its own agent's."""
         raise StoreError("a peer's dram is emptied by its own agent")
@@ -294,11 +323,15 @@ class PeerStore:
         if said[: len(MAGIC)] != MAGIC:
             raise Refused("foreign", f"{self._address} is no kvatlas agent of this version")
         life, nonce = bytes(said[8:24]), bytes(said[24:])
-        link.send([MAGIC, _proof(self.settings.token, nonce)])
+        ours = os.urandom(_NONCE_BYTES)
+        link.send([MAGIC, _proof(self.settings.token, nonce), ours])
+        proof = bytearray(_PROOF_BYTES)
         try:
-            link.fill(memoryview(bytearray(1)))
+            link.fill(memoryview(proof))
         except ConnectionError as error:
             raise Refused("denied", f"{self._address} does not let us in: the token?") from error
+        if not hmac.compare_digest(proof, _proof(self.settings.token, _SERVER + ours)):
+            raise Refused("denied", f"{self._address} does not know our token: it is not read")
         self._life.seen(life, f"{self._address} began a new life")
 
     def _read(self, link: Stream, outcome: Outcome) -> None:
@@ -334,6 +367,18 @@ class PeerStore:
         if broken:
             _ask(link, Request(broken, suspect=True))
             link.fill(tail)  # it has looked: what is wrong there is gone
+
+
+def _find(link: Stream, outcome: Outcome) -> None:
+    waiting = list(outcome.open)
+    _ask(link, Request([piece.name for piece in waiting], find=True))
+    said = bytearray(len(waiting))
+    link.fill(memoryview(said))
+    for flag in said:
+        if flag:
+            outcome.arrive()
+        else:
+            outcome.fail()
 
 
 def _no_write(link: Stream, outcome: Outcome) -> None:

@@ -40,6 +40,7 @@ class Outcome:
         self.failed: list[bytes] = []
         self.damaged: list[bytes] = []
         self.why = ""  # of the last that failed
+        self.silent = False  # the other side did not answer
 
     def arrive(self) -> None:
         """The first open piece is where it belongs."""
@@ -83,6 +84,7 @@ class _Joint:
         self._failed: list[bytes] = []
         self._damaged: list[bytes] = []
         self._error = ""
+        self._silent = False
 
     def ended(self, outcome: Outcome, error: str) -> None:
         with self._lock:
@@ -91,11 +93,12 @@ class _Joint:
             self._failed += outcome.failed + [piece.name for piece in outcome.open]
             self._damaged += outcome.damaged
             self._error = self._error or error or outcome.why
+            self._silent = self._silent or outcome.silent
             if self._left:
                 return
         none = not self._arrived and not self._damaged
         error = self._error if none else ""
-        self._done(Report(tuple(self._failed), tuple(self._damaged), error))
+        self._done(Report(tuple(self._failed), tuple(self._damaged), error, self._silent))
 
 
 class _Job(Generic[L]):
@@ -202,8 +205,10 @@ class Runs(Generic[L]):
             try:
                 link = self._work(link, job)
             except TimeoutError:
+                job.outcome.silent = True
                 error = self._lost("timeout", f"not done within {self.deadline_s:g} s")
             except OSError as problem:
+                job.outcome.silent = True
                 error = self._lost("broken", str(problem) or type(problem).__name__)
             except Refused as problem:
                 error = self._lost(problem.reason, str(problem))
@@ -220,11 +225,9 @@ class Runs(Generic[L]):
         """On an old connection that turns out dead, once more on a new one: all work is
         idempotent. The link in use is in ``_links`` while it lives."""
         for again in (False, True):
-            if self._closed:
-                raise Refused("closed", "the store was closed")
-            if time.monotonic() >= job.until:
+            if self._closed or time.monotonic() >= job.until:
                 self._forget(link)
-                raise TimeoutError
+                raise Refused("closed", _NO["closed"]) if self._closed else TimeoutError
             new = link is None
             now = self._open(job.until) if link is None else link
             now.until = job.until

@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from kvatlas.core.records import Tier
+from kvatlas.dataplane.codec import Codec
 from kvatlas.dataplane.tiers import framing
-from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Piece
+from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Piece, asked
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.dataplane.tiers.work import Batch, Why, Workers
 from kvatlas.errors import ConfigError, StoreError
@@ -37,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True):
     secret_key: str = ""
     prefix: str = "kvatlas/"
     conditional: bool = True
+    codec: Codec = Codec.RAW
     retries: int = 1
     threads: int = 8
     queue_max: int = 4096
@@ -91,6 +93,10 @@ class S3Store:
         """See `base.Store`."""
         self._workers.run("read", pieces, self._read, done)
 
+    def find(self, names: Sequence[bytes], done: Finish) -> None:
+        """See `base.Shared`; a request for each name."""
+        self._workers.run("find", asked(names), self._find, done)
+
     def delete(self, names: Sequence[bytes]) -> None:
         """See `base.Store`. Raises StoreError."""
         try:
@@ -121,15 +127,17 @@ class S3Store:
     # -- one piece --------------------------------------------------------------------------------
 
     def _write(self, batch: Batch, piece: Piece) -> bool:
-        header = framing.pack(piece) if framing.fit(piece) else b""
-        if not header:
-            batch.settle(piece, Why.INVALID if header == b"" else Why.DAMAGED)
+        if not framing.fit(piece):
+            batch.settle(piece, Why.INVALID)
+            return False
+        parts = framing.coded(piece, self.settings.codec)
+        if parts is None:
+            batch.settle(piece, Why.DAMAGED)
             return False
         mode = "create" if self.settings.conditional else "overwrite"
-        parts = [header, piece.view]
         try:
             self._api.put(
-                self._bucket, self._key(piece.name), parts, mode=mode, use_multipart=False
+                self._bucket, self._key(piece.name), list(parts), mode=mode, use_multipart=False
             )
         except Exception as error:
             batch.settle(piece, None if _is(error, "AlreadyExists") else self._failed(error))
@@ -145,16 +153,18 @@ class S3Store:
             found = self._api.get(self._bucket, self._key(piece.name))
             size = int(found.meta["size"])
             want = HEADER_BYTES + piece.view.nbytes
-            data = memoryview(found.bytes()) if size == want else memoryview(b"")
+            data = memoryview(found.bytes()) if HEADER_BYTES < size <= want else memoryview(b"")
         except Exception as error:
             batch.settle(piece, self._failed(error))
             return False
-        if len(data) != want:
+        if not data:
             batch.settle(piece, Why.DAMAGED)
             return False
-        piece.view[:] = data[HEADER_BYTES:]
+        stored = data[HEADER_BYTES:]
+        if len(stored) == piece.view.nbytes:
+            piece.view[:] = stored
         label = framing.unpack(data[:HEADER_BYTES])
-        verdict = framing.judge(label, piece, piece.view.nbytes)
+        verdict = framing.judge(label, piece, len(stored), stored=stored)
         if verdict is Verdict.BROKEN:
             self._counts.add("quarantined")
             try:
@@ -162,6 +172,15 @@ class S3Store:
             except StoreError:
                 self._counts.add("quarantine_failed")
         batch.settle(piece, None if verdict is Verdict.RIGHT else Why.DAMAGED)
+        return False
+
+    def _find(self, batch: Batch, piece: Piece) -> bool:
+        try:
+            self._api.head(self._bucket, self._key(piece.name))
+        except Exception as error:
+            batch.settle(piece, self._failed(error))
+        else:
+            batch.settle(piece, None)
         return False
 
     def _failed(self, error: Exception) -> Why:

@@ -12,9 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import Self
-
-from kvatlas.dataplane.arena import Digest
+from typing import Protocol, Self
 
 LINE_BYTES_MAX = 4096
 SUM_BYTES = 256 << 10  # received and summed at once
@@ -22,6 +20,13 @@ SLACK_S = 0.02
 SMALL_BYTES = 1024
 _PARTS_MAX = 512  # of one sendmsg; the kernel takes 1,024
 _TIME = struct.Struct("@ll")
+
+
+class Digest(Protocol):
+    """What hashlib and xxhash call a hash object."""
+
+    def update(self, data: memoryview, /) -> object:
+        """Takes more bytes in."""
 
 
 class Address(tuple[str, int]):

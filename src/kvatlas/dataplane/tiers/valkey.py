@@ -19,13 +19,13 @@ import msgspec
 import xxhash
 
 from kvatlas.core.records import Tier
-from kvatlas.dataplane.arena import Digest
+from kvatlas.dataplane.codec import Codec
 from kvatlas.dataplane.records import Label
 from kvatlas.dataplane.tiers import framing
-from kvatlas.dataplane.tiers.base import Entry, Finish, Life, Piece
+from kvatlas.dataplane.tiers.base import Entry, Finish, Life, Piece, asked
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.dataplane.tiers.runs import Outcome, Refused, Runs
-from kvatlas.dataplane.tiers.sockets import Address, Stream
+from kvatlas.dataplane.tiers.sockets import Address, Digest, Stream
 from kvatlas.errors import ConfigError
 
 CHUNK_BYTES = 64 << 20  # the server's default limit of a value is 512 MB
@@ -61,6 +61,7 @@ class Settings(msgspec.Struct, frozen=True):
     prefix: str = "kvatlas:"
     ttl_s: float = 0.0
     chunk_bytes: int = CHUNK_BYTES
+    codec: Codec = Codec.RAW
     streams: int = 4
     queue_max: int = 1024
     deadline_s: float = 10.0
@@ -110,9 +111,12 @@ class Server(Stream):
             raise ValueError("valkey: an answer without an end")
         return bytes(data[:size_bytes])
 
-    def value(self, head: memoryview | None, target: memoryview, digest: Digest) -> int:
-        """A value straight to its place, as far as it has that size; says how long it is after
-        its head, or -1 where it is not there. Raises Refused, ValueError."""
+    def value(
+        self, head: memoryview | None, target: memoryview, digest: Digest
+    ) -> tuple[int, memoryview]:
+        """A value straight to its place where it has that size, to a place of its own where it is
+        shorter; says how long it is after its head, or -1 where it is not there, and where. Raises
+        Refused, ValueError."""
         line = self.line()
         if line[:1] == b"-":
             raise refusal(line[1:])
@@ -120,21 +124,24 @@ class Server(Stream):
             raise ValueError(f"valkey: {line[:40]!r} is no value")
         size = int(line[1:])
         if size < 0:
-            return -1
+            return -1, target[:0]
         if head is not None:
             head[:] = bytes(len(head))
             part = head[: min(size, len(head))]
             self.fill(part)
             size -= len(part)
-        if size == len(target):
-            self.fill(target, digest)
+        place = target
+        if size < len(target):
+            place = memoryview(bytearray(size))
+        if size <= len(target):
+            self.fill(place, digest)
         else:
             self.skip(size)
         end = bytearray(2)
         self.fill(memoryview(end))
         if end != _CRLF:
             raise ValueError("valkey: a value without an end")
-        return size
+        return size, place
 
 
 class ValkeyStore:
@@ -171,6 +178,10 @@ class ValkeyStore:
     def read(self, pieces: Sequence[Piece], done: Finish) -> None:
         """See `base.Store`."""
         self._runs.submit(pieces, self._read, done, into=True)
+
+    def find(self, names: Sequence[bytes], done: Finish) -> None:
+        """See `base.Shared`."""
+        self._runs.submit(asked(names), self._find, done)
 
     def delete(self, names: Sequence[bytes]) -> None:
         """See `base.Store`. Raises OSError and Refused."""
@@ -222,9 +233,11 @@ class ValkeyStore:
         answers: list[int] = []
         for piece in outcome.open:
             before = len(parts)
-            header = framing.pack(piece)
-            for index in range(self._chunks(piece.view.nbytes), -1, -1) if header else ():
-                self._set(parts, piece, index, b"" if index else header or b"")
+            made = framing.coded(piece, self.settings.codec)
+            if made is not None:
+                header, stored = made
+                for index in range(self._chunks(len(stored)), -1, -1):
+                    self._set(parts, piece.name, stored, index, b"" if index else header)
             answers.append((len(parts) - before) // 3)
         server.send(parts)
         for count in answers:
@@ -244,13 +257,18 @@ class ValkeyStore:
                 self._runs.counts.add(f"failed_{refused.reason}")
 
     def _set(
-        self, parts: list[bytes | memoryview], piece: Piece, index: int, header: bytes
+        self,
+        parts: list[bytes | memoryview],
+        name: bytes,
+        stored: memoryview,
+        index: int,
+        header: bytes,
     ) -> None:
         size = self.settings.chunk_bytes
-        data = piece.view[index * size : (index + 1) * size]
+        data = stored[index * size : (index + 1) * size]
         ttl = int(self.settings.ttl_s * 1000)
         tail = (b"NX", b"PX", str(ttl).encode()) if ttl else (b"NX",)
-        words = [b"SET", self._key(piece.name, index)]
+        words = [b"SET", self._key(name, index)]
         start = b"*%d\r\n" % (len(words) + 1 + len(tail)) + b"".join(map(_bulk, words))
         start += b"$%d\r\n" % (len(header) + len(data)) + header
         parts += [start, data, _CRLF + b"".join(map(_bulk, tail))]
@@ -273,19 +291,28 @@ class ValkeyStore:
                     requests.append(command((b"GET", self._key(wanted.name, index))))
             server.send(requests)
             ahead_bytes -= piece.view.nbytes
-            found = []
+            found: list[int] = []
+            places: list[memoryview] = []
             digest = xxhash.xxh3_128()
             for index in range(self._chunks(piece.view.nbytes) + 1):
                 part = piece.view[index * size : (index + 1) * size]
-                found.append(server.value(None if index else head, part, digest))
+                length, place = server.value(None if index else head, part, digest)
+                found.append(length)
+                places.append(place)
             label = framing.unpack(head)
-            if found[0] >= 0 and label is not None and label.stored_bytes != piece.view.nbytes:
+            stored: memoryview | None = None
+            if found[0] >= 0 and label is not None and label.codec:
+                keys = self._chunks(label.stored_bytes) + 1
+                found = found[:keys]
+                stored = places[0] if keys == 1 else memoryview(b"".join(places[:keys]))
+            elif found[0] >= 0 and label is not None and label.stored_bytes != piece.view.nbytes:
                 # Of another size: its first key tells, how many others it has is its own affair.
                 whole = found[0] == min(label.stored_bytes, size)
                 found = [label.stored_bytes if whole else 0]
             verdict = None
             if min(found) >= 0:
-                verdict = framing.judge(label, piece, sum(found), digest.intdigest())
+                summed = digest.intdigest()
+                verdict = framing.judge(label, piece, sum(found), summed, stored)
             if verdict is None:
                 outcome.fail()
             elif verdict is Verdict.RIGHT:
@@ -297,6 +324,16 @@ class ValkeyStore:
         if broken:
             self._runs.counts.add("quarantined", len(broken))
             server.ask(b"DEL", *(self._key(piece.name, 0) for piece in broken))
+
+    def _find(self, server: Server, outcome: Outcome) -> None:
+        waiting = list(outcome.open)
+        keys = [self._key(piece.name, 0) for piece in waiting]
+        server.send([b"".join(command((b"EXISTS", key)) for key in keys)])
+        for _ in waiting:
+            if server.answer() == [1]:
+                outcome.arrive()
+            else:
+                outcome.fail()
 
     def _headers(self, server: Server, names: Sequence[bytes]) -> list[Label | None]:
         end = str(HEADER_BYTES - 1).encode()

@@ -88,8 +88,10 @@ class Batch:
         self._tell()
 
     def _tell(self) -> None:
+        """Once; what was waited with, views say, is not kept up to the deadline."""
+        done, self._done = self._done, lambda _: None
         try:
-            self._done(report(self._ends))
+            done(report(self._ends))
         except Exception:  # a fault of whoever asked must not end our threads
             self._counts.add("done_failed")
 
@@ -104,9 +106,9 @@ def report(ends: Iterable[tuple[bytes, Why | None]]) -> Report:
     whys = dict(ends)
     failed = tuple(n for n, why in whys.items() if why is not None and why not in _WRONG)
     damaged = tuple(n for n, why in whys.items() if why in _WRONG)
-    return Report(
-        failed, damaged, str(whys[failed[-1]]) if failed and len(failed) == len(whys) else ""
-    )
+    error = str(whys[failed[-1]]) if failed and len(failed) == len(whys) else ""
+    silent = any(why in (Why.LATE, Why.IO) for why in whys.values())
+    return Report(failed, damaged, error, silent)
 
 
 def check(piece: Piece, *, filled: bool = False) -> None:

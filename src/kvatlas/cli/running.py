@@ -1,0 +1,35 @@
+"""A running gateway, as commands ask it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvatlas.service.http_client import HttpClient
+
+GET_TIMEOUT_S = 10.0
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Which one."""
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="of the gateway (%(default)s)"
+    )
+
+
+@asynccontextmanager
+async def client() -> AsyncIterator[HttpClient]:
+    """To ask it with."""
+    made = HttpClient()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def page(url: str, path: str) -> Any:
+    """One of its JSON pages. Raises EngineError where it does not answer."""
+    async with client() as asked:
+        return await asked.get_json(url.rstrip("/") + path, timeout_s=GET_TIMEOUT_S)

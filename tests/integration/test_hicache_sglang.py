@@ -1,0 +1,124 @@
+"""A real SGLang server on a real agent: what its HiCache lets go of is found again, on flush, after
+a restart of the server and of the agent, and no answer is ever another."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_engines import READY_S, SglangEngine, post
+
+from kvatlas.validate.exactness_tiers import AgentProcess, _flip_arena, _flip_disk
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [(i * 37 + i // 7) % 250 + 5 for i in range(600)]
+HIT = 592  # whole pages of 16 tokens, and one token must be computed
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentProcess]:
+    made = AgentProcess(tmp_path)
+    made.start()
+    yield made
+    made.end()
+
+
+@contextmanager
+def server(
+    tmp_path: Path, agent: AgentProcess, layout: str = "page_first_direct"
+) -> Iterator[SglangEngine]:
+    """One that is up."""
+    extra = {
+        "backend_name": "kvatlas",
+        "module_path": "kvatlas.connectors.sglang_hicache",
+        "class_name": "KvatlasHiCache",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "socket": str(agent.socket),
+    }
+    args = [
+        *("--enable-hierarchical-cache", "--hicache-ratio", "2"),
+        *("--hicache-io-backend", "direct", "--hicache-mem-layout", layout),
+        *("--hicache-write-policy", "write_through"),
+        *("--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--hicache-storage-backend", "dynamic"),
+        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
+    ]
+    engine = SglangEngine(tmp_path, pool_tokens=8192, args=args)
+    engine.start()
+    try:
+        engine.wait_ready(READY_S)
+        yield engine
+    finally:
+        engine.stop()
+
+
+def answer(url: str, prompt: list[int]) -> tuple[Any, dict[str, int]]:
+    """Tokens with their logprobs, and where SGLang says that cached ones came from."""
+    sampling = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+    told = post(url, "/generate", body)
+    found = told["meta_info"].get("cached_tokens_details") or {}
+    sources = {name: found[name] for name in ("device", "host", "storage") if found.get(name)}
+    return [(t, round(p, 4)) for p, t, *_ in told["meta_info"]["output_token_logprobs"]], sources
+
+
+def settled(agent: AgentProcess, units: int) -> dict[str, Any]:
+    """The agent has all of it, on its disk too."""
+
+    def there(status: dict[str, Any]) -> bool:
+        tiers = status["tiers"].values()
+        return not status["busy"] and all(tier["units"] >= units for tier in tiers)
+
+    return agent.wait(there)
+
+
+def test_a_prompt_outlives_the_cache_the_server_and_the_agent(
+    agent: AgentProcess, tmp_path: Path
+) -> None:
+    with server(tmp_path, agent) as engine:
+        first, sources = answer(engine.url, PROMPT)
+        assert sources == {}
+        assert answer(engine.url, PROMPT) == (first, {"device": HIT})
+        settled(agent, HIT // 16)
+
+        post(engine.url, "/flush_cache", {})
+        assert answer(engine.url, PROMPT) == (first, {"storage": HIT})
+        # Another prompt shares half of it: it resumes there.
+        other = PROMPT[:320] + PROMPT[400:500]
+        alone, sources = answer(engine.url, other)
+        assert sources == {"device": 320}
+        settled(agent, HIT // 16)
+
+        agent.end(signal.SIGKILL)
+        post(engine.url, "/flush_cache", {})
+        assert answer(engine.url, PROMPT) == (first, {}), "nobody is there: it is computed"
+        agent.start()
+        post(engine.url, "/flush_cache", {})
+        agent.wait(lambda status: bool(_asked(engine.url, other) and status["engines"]))
+        post(engine.url, "/flush_cache", {})
+        assert answer(engine.url, PROMPT) == (first, {"storage": HIT})
+        status = agent.wait(lambda status: not status["busy"])
+        assert status["loaded_tokens"]["disk"] >= HIT, "not from what the disk kept"
+
+    with server(tmp_path, agent) as engine:
+        assert answer(engine.url, PROMPT) == (first, {"storage": HIT})
+        post(engine.url, "/flush_cache", {})
+        agent.wait(lambda status: not status["busy"])
+        _flip_arena(agent)
+        _flip_disk(agent)
+        assert answer(engine.url, PROMPT)[0] == first, "wrong bytes were used"
+        assert agent.wait(lambda status: not status["busy"])["counts"]["damaged"]
+        post(engine.url, "/flush_cache", {})
+        assert answer(engine.url, other)[0] == alone
+
+
+def _asked(url: str, prompt: list[int]) -> bool:
+    answer(url, prompt)
+    return True
