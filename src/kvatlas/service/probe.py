@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -276,15 +276,38 @@ def _sglang_loads(answer: Any) -> dict[int, Load]:
 
 # -- metrics --------------------------------------------------------------------------------------
 
-_SAMPLE = re.compile(
-    r"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc"
-    r"|vllm:engine_sleep_state|vllm:prompt_tokens_total|vllm:generation_tokens_total"
-    r"|sglang:num_running_reqs|sglang:num_queue_reqs|sglang:token_usage"
-    r"|sglang:prompt_tokens_total|sglang:generation_tokens_total"
-    r"|process_start_time_seconds)(?:\{(.*)\})? (\S+)",
-    re.MULTILINE,
+_PULSE = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:engine_sleep_state",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "sglang:num_running_reqs",
+    "sglang:num_queue_reqs",
+    "sglang:token_usage",
+    "sglang:prompt_tokens_total",
+    "sglang:generation_tokens_total",
+    "process_start_time_seconds",
 )
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+def samples(metrics: str, names: Iterable[str]) -> Iterator[tuple[str, dict[str, str], str]]:
+    """The lines of a Prometheus page that have one of these names: name, labels, the figure as it
+    stands there (`figure` reads it)."""
+    either = "|".join(map(re.escape, names))
+    for name, labels, text in re.findall(rf"(?m)^({either})(?:\{{(.*)\}})? (\S+)", metrics):
+        yield name, dict(_LABEL.findall(labels)), text
+
+
+def figure(text: str, most: float = _FIGURE_MAX) -> float:
+    """A figure of such a page; NaN for what is none, or beyond what an engine can count."""
+    try:
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if abs(value) <= most else math.nan
 
 
 def _pulse(metrics: str) -> Pulse:
@@ -293,15 +316,11 @@ def _pulse(metrics: str) -> Pulse:
     usage: dict[int, float] = {}
     started, work, asleep = "", -1.0, False
     moved, malformed = _moved(metrics)
-    for name, labels, text in _SAMPLE.findall(metrics):
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not abs(value) <= _FIGURE_MAX:
+    for name, told, text in samples(metrics, _PULSE):
+        value = figure(text)
+        if math.isnan(value):
             malformed += 1
             continue
-        told = dict(_LABEL.findall(labels))
         rank = _rank(told)
         kind = name.partition(":")[2]
         if kind in ("num_requests_running", "num_running_reqs"):
@@ -337,7 +356,6 @@ _MOVED = {
     "sglang:kv_transfer_latency_ms_sum": ("seconds", 1e-3),
     "sglang:num_transfer_failed_reqs_total": ("failures", 1.0),
 }
-_MOVED_SAMPLE = re.compile(rf"^({'|'.join(_MOVED)})(?:\{{(.*)\}})? (\S+)", re.MULTILINE)
 
 
 def _moved(metrics: str) -> tuple[dict[int, Moved | None], int]:
@@ -346,13 +364,10 @@ def _moved(metrics: str) -> tuple[dict[int, Moved | None], int]:
     found: dict[int, dict[str, float]] = {}
     wrong: dict[int, None] = {}
     malformed = 0
-    for name, labels, text in _MOVED_SAMPLE.findall(metrics):
-        rank = _rank(dict(_LABEL.findall(labels)))
+    for name, labels, text in samples(metrics, _MOVED):
+        rank = _rank(labels)
         field, unit = _MOVED[name]
-        try:
-            value = float(text) * unit
-        except ValueError:
-            value = math.nan
+        value = figure(text, _MOVED_MAX) * unit
         if not 0 <= value <= _MOVED_MAX:
             wrong[rank] = None
             malformed += 1
