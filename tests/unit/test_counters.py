@@ -114,6 +114,14 @@ def test_a_figure_that_is_none_takes_its_count_with_it(figure: str) -> None:
     assert (found.generation_tokens, found.local_hit_tokens) == (64, None)
 
 
+def test_a_fresh_sglang_has_counted_nothing() -> None:
+    before = counters('sglang:num_running_reqs{tp_rank="0"} 0.0\n')
+    assert (before.prompt_tokens, before.hit_tokens, before.preemptions) == (0, 0, 0)
+    change = counters(SGLANG).since(before)
+    assert (change.prompt_tokens, change.hit_tokens) == (1200, 600)
+    assert change.external_by_source == {"storage": 80, "host": 20}
+
+
 def test_the_difference_of_two_readings() -> None:
     before = counters(VLLM)
     later = VLLM.replace("1000.0", "1700.0").replace('source="disk"} 40.0', 'source="disk"} 45.0')

@@ -191,17 +191,20 @@ def _vllm(told: _Told) -> Counters:
 
 
 def _sglang(told: _Told) -> Counters:
-    """A counter with labels is on SGLang's page from its first count on: where it counts prompts
-    and names no source of hits, there was none; where it names nothing, there was no prompt."""
-    prompt = told.total("sglang:prompt_tokens_total")
-    hits = told.by("cache_source", "sglang:cached_tokens_total")
-    if hits is None and "sglang:cached_tokens_total" not in told:
-        hits = {}
+    """SGLang names a counter from its first count on (seen on 0.5.23): one that is not there on a
+    page with its other metrics counted nothing yet."""
+
+    def total(name: str) -> int | None:
+        return told.total(name) if name in told else 0
+
+    prompt = total("sglang:prompt_tokens_total")
+    name = "sglang:cached_tokens_total"
+    hits = told.by("cache_source", name) if name in told else {}
     local: int | None = None
     external: dict[str, int] | None = None
     computed: int | None = None
-    if hits is not None and prompt is not None:
-        computed = prompt - sum(hits.values())
+    if hits is not None:
+        computed = None if prompt is None else prompt - sum(hits.values())
         if "total" not in hits:  # an engine that does not tell its sources from each other
             local = hits.get("device", 0)
             external = {name: count for name, count in hits.items() if name != "device"}
@@ -212,8 +215,8 @@ def _sglang(told: _Told) -> Counters:
         local_hit_tokens=local,
         external_hit_tokens=None if external is None else sum(external.values()),
         external_by_source=external,
-        generation_tokens=told.total("sglang:generation_tokens_total"),
-        preemptions=told.total("sglang:num_retracted_requests_total"),
+        generation_tokens=total("sglang:generation_tokens_total"),
+        preemptions=total("sglang:num_retracted_requests_total"),
         running=told.total("sglang:num_running_reqs"),
         waiting=told.total("sglang:num_queue_reqs"),
         kv_usage=told.highest("sglang:token_usage"),
