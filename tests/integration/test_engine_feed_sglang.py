@@ -38,5 +38,5 @@ async def test_sglang_reports_what_was_expected(engine: SglangEngine) -> None:
         assert story.expected(early) == 192
         await conversation(story)
         await eviction(story, POOL_TOKENS)
-        await forgotten(story, "/flush_cache")
+        await forgotten(story, "/flush_cache?timeout=60")
         await restart(story, engine)

@@ -43,7 +43,7 @@ DISK_BYTES = 128_000_000
 _SOURCES = {"host": "dram", "disk": "disk", "p2p": "peer", "external_unspecified": "object"}
 _PAGE_BYTES = 4096
 _CONFIG = '[keys]\nsecret_file = "{secret}"\n'
-_WAIT_S = 60.0
+_WAIT_S = 120.0  # virtual machines stand still for half a minute now and then
 _SEEK_S = 4.0
 
 
