@@ -6,6 +6,7 @@ arrival and no task is woken per token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from kvatlas.service.http import Headers
 from kvatlas.service.http_client import Lease
 
+_USAGE = re.compile(rb'"usage":\s*\{|"choices":\s*\[\]')
 MAX_HELD_BYTES = 64 << 20  # of an answer that is not a stream, or of one unfinished event
 
 
@@ -55,6 +57,8 @@ class Answer:
         self._held += data
         if self._stream:
             now = self._clock()
+            if b"\r" in self._held:
+                self._held = self._held.replace(b"\r\n", b"\n")
             *events, self._held = self._held.split(b"\n\n")
             for event in events:
                 self._event(event, now)
@@ -71,23 +75,58 @@ class Answer:
         data = event[5:].strip()
         if data == b"[DONE]":
             self.done = True
-        elif b'"choices":[]' in data or data.startswith(b'{"error"'):
-            self._read(data)
-        else:
+        elif data.startswith(b'{"error"') or _USAGE.search(data) is not None:
+            if self._read(data):
+                self.times.append(now)
+        elif b'"role"' not in data or not _opening(data):
             self.times.append(now)
 
-    def _read(self, data: bytes) -> None:
+    def _read(self, data: bytes) -> bool:
+        """Usage and faults of an answer or event; whether it also carries output."""
         try:
             value = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as problem:
             self.error = f"not JSON ({problem}): {data[:200]!r}"
-            return
+            return False
         if not isinstance(value, dict):
             self.error = "not a JSON object"
-            return
+            return False
         fault = value.get("error")
         if fault is not None:
             self.error = str(fault.get("message", "")) if isinstance(fault, dict) else str(fault)
         usage = value.get("usage")
         if isinstance(usage, dict):
             self.usage = usage
+        return bool(value.get("choices"))
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+def _opening(data: bytes) -> bool:
+    """Is this the event that only says who speaks, before the first token?"""
+    try:
+        event = msgspec.json.decode(data, type=_Event)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    deltas = [choice.delta for choice in event.choices]
+    return bool(deltas) and not any(
+        delta is None
+        or delta.content
+        or delta.reasoning
+        or delta.reasoning_content
+        or delta.tool_calls
+        for delta in deltas
+    )
