@@ -142,13 +142,47 @@ def test_an_agent_that_ends_is_misses_and_one_that_comes_is_found(
     give(client, "a", 0, 4)
     assert client.look(hashes("a", 4), 0).pages == 0
     agent.start()
-    client._retry = 0.0
+    client._rest_until = 0.0
     assert taken(client, "a", 0, 4) == 4
     assert client.look(hashes("a", 4), 0).points == (4,)
     assert client.counts["agent_lost"] == 1
     assert caplog.messages == [
         f"the agent at {agent.socket} is lost: all is computed until it is back"
     ]
+
+
+def test_an_agent_that_stalls_is_left_alone(agent: AgentProcess, client: PageClient) -> None:
+    give(client, "a", 0, 4)
+    agent.wait(lambda status: not status["busy"])
+    client._answer_s, client._rest_s = 0.1, 600.0
+
+    def found(_: int) -> int:
+        return client.look(hashes("a", 4), 0).pages
+
+    agent.send(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert set(threads.map(found, range(4))) == {0}
+        late = client.counts["answers_late"]
+        assert 1 <= late <= 4
+        for number in range(20):
+            assert found(number) == 0
+        assert client.counts == {"answers_late": late, "agent_rests": 24 - late}
+        # Nor does anybody wait for one that takes the connection and says nothing.
+        agent.send(signal.SIGCONT)
+        agent.end(signal.SIGKILL)
+        agent.start()
+        agent.send(signal.SIGSTOP)
+        client._rest_until, client._rest_s = 0.0, 600.0
+        for number in range(20):
+            assert found(number) == 0
+        assert client.counts["no_agent"] <= 1
+        assert client.counts["asked_nobody"] >= 19
+    finally:
+        agent.send(signal.SIGCONT)
+    client._answer_s, client._rest_until = 20.0, 0.0
+    assert taken(client, "a", 0, 4) == 4
+    assert client._rest_s < 2.0, "an answer in time, and all is well again"
 
 
 def test_flipped_bytes_in_memory_are_read_from_the_disk(

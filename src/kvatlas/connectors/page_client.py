@@ -1,7 +1,8 @@
 """The engine's end of the socket for engines that name their pages themselves.
 
 Several threads of the engine ask at once; one more listens. Nothing raises because of the agent:
-where it is slow, dead or new, pages are not there, which is counted, and it is tried again later.
+where it is slow, dead or new, pages are not there, which is counted, and it is left alone for a
+while: at first a second, twice as long each time that it does not answer, eight at most.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvatlas.connectors.agent_client import RETRY_S, Channel, Refusal
+from kvatlas.connectors.agent_client import AGAIN_S, HELLO_S, RETRY_S, RETRY_S_MAX, Channel, Refusal
 from kvatlas.core.units import Part
 from kvatlas.dataplane._copies import scatter
 from kvatlas.dataplane.records import checksum_bytes
@@ -108,12 +109,13 @@ class PageClient:
         self._connecting = threading.Lock()
         self._link: Link | None = None
         self._listener: threading.Thread | None = None
-        self._retry = 0.0
+        self._rest_until = 0.0
+        self._rest_s = RETRY_S
         self._boxes: dict[str, tuple[Link, Box]] = {}
         self._number = 0
         self._closed = False
         try:
-            self._connect()
+            self._connect(HELLO_S)
         except (OSError, StoreError) as error:
             raise EngineError(
                 f"no agent answers at {path}: start `kvatlas agent` first ({error})"
@@ -210,9 +212,8 @@ class PageClient:
             self._number += 1
             return str(self._number)
 
-    def _connect(self) -> Link:
-        self._retry = time.monotonic() + RETRY_S
-        link = Link(Channel(self._path, self._hello))
+    def _connect(self, hello_s: float) -> Link:
+        link = Link(Channel(self._path, self._hello, hello_s=hello_s))
         with self._lock:
             self._link = link
         self._listener = threading.Thread(target=self._listen, args=(link,), daemon=True)
@@ -220,22 +221,38 @@ class PageClient:
         return link
 
     def _held(self) -> Link | None:
-        """The connection, held; None: there is none (yet)."""
+        """The connection, held; None: there is none (yet), or the agent is left alone."""
         with self._connecting:
             link = self._link
-            if link is None and not self._closed and time.monotonic() >= self._retry:
-                try:
-                    link = self._connect()
-                except Refusal as refusal:
-                    if not self.counts["refused"]:
-                        log.warning("the agent at %s refuses: %s", self._path, refusal)
-                    self.count("refused")
-                except (OSError, EngineError, StoreError):
-                    self.count("no_agent")
-        if link is not None and link.hold():
-            return link
-        self.count("asked_nobody")
+            if time.monotonic() >= self._rest_until:
+                if link is None and not self._closed:
+                    link = self._again()
+                if link is not None and link.hold():
+                    return link
+        self.count("asked_nobody" if link is None or link.over else "agent_rests")
         return None
+
+    def _again(self) -> Link | None:
+        """A new connection, where the agent is back and takes us."""
+        try:
+            # All who ask wait for this: no longer than for an answer.
+            return self._connect(min(HELLO_S, max(AGAIN_S, self._answer_s)))
+        except Refusal as refusal:
+            if not self.counts["refused"]:
+                log.warning("the agent at %s refuses: %s", self._path, refusal)
+            self.count("refused")
+        except (OSError, EngineError, StoreError):
+            self.count("no_agent")
+        self._leave_alone()
+        return None
+
+    def _leave_alone(self) -> None:
+        """For a while; what several threads find out at once is one reason for it."""
+        with self._lock:
+            now = time.monotonic()
+            if now >= self._rest_until:
+                self._rest_until = now + self._rest_s
+                self._rest_s = min(2 * self._rest_s, RETRY_S_MAX)
 
     def _ask(
         self, link: Link, request: str, message: wire.FromEngine, wait_s: float
@@ -251,8 +268,11 @@ class PageClient:
         except queue.Empty:
             self.count("answers_late")
             self.tell(link, wire.Cancel(request))
+            self._leave_alone()
         with self._lock:
             del self._boxes[request]
+            if answer is not None:
+                self._rest_s = RETRY_S
         while answer is None and not box.empty():  # it came just now: nobody waits any more
             self._decline(link, box.get())
         return answer
@@ -288,6 +308,7 @@ class PageClient:
         if not link.over and not self._closed:
             self.count("agent_lost")
             log.warning("the agent at %s is lost: all is computed until it is back", self._path)
+            self._leave_alone()
         self._end(link)
 
     def _end(self, link: Link) -> None:

@@ -61,7 +61,6 @@ BATCH = 128  # chunks that are given or taken at once
 LOOK_BATCH = 1024
 JOBS_MAX = 256  # loads, and stores, that wait: what comes beyond is not done
 THREADS = 2  # that load, and as many that store
-REST_S = 1.0  # for which an agent that did not answer in time is left alone
 
 _T = TypeVar("_T")
 
@@ -110,7 +109,6 @@ class KvatlasTier(SecondaryTierManager):  # type: ignore[misc]
             answer_s=settings.answer_s,
             load_s=settings.load_deadline_s,
         )
-        self._rest_until = 0.0
         self._told: Counter[str] = Counter()
         self._lookups = Lookups(tier_type, self._there)
         self._threads = {
@@ -213,23 +211,10 @@ class KvatlasTier(SecondaryTierManager):  # type: ignore[misc]
 
     # -- from other threads ---------------------------------------------------------------------
 
-    def _ask(self, question: Callable[[], _T], chunks: int) -> _T | None:
-        """None: the agent is left alone for a while, since it did not answer in time."""
-        if time.monotonic() < self._rest_until:
-            self._client.count("agent_rests", chunks)
-            return None
-        late = self.counts["answers_late"]
-        answer = question()
-        if self.counts["answers_late"] != late:
-            self._rest_until = time.monotonic() + REST_S
-        return answer
-
     def _there(self, keys: Sequence[bytes]) -> list[bool]:
         found: list[bool] = []
         for batch in _batches(keys, LOOK_BATCH):
-            look = partial(self._client.look, _names(batch), 0, each=True)
-            answer = self._ask(look, len(batch))
-            there = set(answer.points if answer is not None else ())
+            there = set(self._client.look(_names(batch), 0, each=True).points)
             found += [i + 1 in there for i in range(len(batch))]
         return found
 
@@ -247,7 +232,7 @@ class KvatlasTier(SecondaryTierManager):  # type: ignore[misc]
         for batch in _batches(rows, BATCH):
             keys = [key for key, _ in batch]
             parts_of = partial(self._parts_of, batch)
-            self._ask(partial(self._client.give, _names(keys), 0, (), parts_of), len(batch))
+            self._client.give(_names(keys), 0, (), parts_of)
             saved += sum(self._there(keys))
         if missing := len(rows) - saved:
             self._count(job, "failed", missing)
@@ -259,7 +244,7 @@ class KvatlasTier(SecondaryTierManager):  # type: ignore[misc]
         rows = list(zip(job.keys, job.chunk_ids, strict=True))
         for batch in _batches(rows, BATCH):
             names = _names(key for key, _ in batch)
-            taken = self._ask(partial(self._client.take, names, 0, Part.BODY), len(batch))
+            taken = self._client.take(names, 0, Part.BODY)
             if taken is None:
                 continue
             here = [key for i, (key, row) in enumerate(batch) if taken.read(i, 0, [self._row(row)])]
