@@ -1,0 +1,192 @@
+"""Short, deterministic requests with a prefix that nobody has sent before, and their answers."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import struct
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvatlas.core.check_facts import Asked
+from kvatlas.errors import EngineError
+from kvatlas.service.chat_messages import Dialect, Unkeyable
+from kvatlas.service.http_client import HttpClient
+from kvatlas.service.verify import CHAT, COMPLETION, questions_for, to_bytes
+
+ANSWER_TOKENS = 8
+_BLOCKS = 4
+_TOKENS_MIN, _TOKENS_MAX = 40, 2048
+_TRIES = 6
+_BODY_BYTES_MAX = 4 << 20
+_WORDS = (
+    *("river", "stone", "garden", "winter", "letter", "music", "paper", "table", "window"),
+    *("orange", "copper", "silver", "forest", "meadow", "bridge", "candle", "harbor", "island"),
+    *("kitchen", "ladder", "market", "needle", "ocean", "pepper", "quiet", "railway", "summer"),
+    *("thunder", "village", "walnut", "yellow", "zebra"),
+)
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A text and its token ids, as an engine's own endpoint makes them."""
+
+    text: str
+    ids: tuple[int, ...]
+
+    def rotated(self, by: int) -> tuple[int, ...]:
+        """Another prompt of valid ids, as long, whose first block is another one."""
+        at = 1 + by % max(1, len(self.ids) - 1)
+        return self.ids[at:] + self.ids[:at]
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Who is asked: an engine, or a router."""
+
+    client: HttpClient
+    url: str
+    model: str
+    dialect: Dialect = "vllm"
+    deadline_s: float = 10.0
+
+    async def complete(
+        self, prompt: str | tuple[int, ...], *, salt: str = "", tokens: int = ANSWER_TOKENS
+    ) -> Asked:
+        """A completion. Never raises: what went wrong is in the answer."""
+        body = {"prompt": prompt, "max_tokens": tokens, "logprobs": 1}
+        return await self._ask(COMPLETION, body, salt)
+
+    async def chat(self, text: str, *, salt: str = "") -> Asked:
+        """A chat of one message. Never raises."""
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": ANSWER_TOKENS}
+        return await self._ask(CHAT, body, salt)
+
+    async def text_ids(self, text: str) -> tuple[int, ...]:
+        """By its tokenize endpoint. Raises EngineError."""
+        return await self._tokenize(COMPLETION, {"prompt": text}, [text])
+
+    async def chat_ids(self, text: str) -> tuple[int, ...]:
+        """The same of a chat. Raises EngineError."""
+        body = {"messages": [{"role": "user", "content": text}]}
+        return await self._tokenize(CHAT, body, [])
+
+    async def _tokenize(
+        self, path: str, body: Mapping[str, Any], texts: list[str]
+    ) -> tuple[int, ...]:
+        try:
+            question = questions_for(path, {"model": self.model, **body}, texts, self.dialect)[0]
+            url = f"{self.url}/tokenize"
+            answer = await self.client.post_json(url, question, timeout_s=self.deadline_s)
+            return tuple(memoryview(to_bytes(answer["tokens"])).cast("I"))
+        except (Unkeyable, KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"{self.url}/tokenize: no token ids: {error}") from error
+
+    async def _ask(self, path: str, body: dict[str, Any], salt: str) -> Asked:
+        fields = {"model": self.model, "temperature": 0.0, **body}
+        if salt:
+            fields["cache_salt"] = salt
+        headers = [(b"content-type", b"application/json")]
+        try:
+            answer = await self.client.request(
+                "POST",
+                self.url + path,
+                headers=headers,
+                body=msgspec.json.encode(fields),
+                timeout_s=self.deadline_s,
+                size_max=_BODY_BYTES_MAX,
+            )
+            if answer.status != 200:
+                said = answer.body[:200].decode("utf-8", "replace")
+                return Asked(error=f"{path}: status {answer.status}: {said}")
+            told = {n.decode("latin-1").lower(): v.decode("latin-1") for n, v in answer.headers}
+            return _asked(answer.json(), told)
+        except EngineError as error:
+            return Asked(error=str(error))
+
+
+async def made(target: Target, block_tokens: int, room_tokens: int) -> Prompt:
+    """A fresh prompt of a few blocks of this size, where there is room for it. Raises EngineError
+    where the engine does not tell token ids."""
+    wanted = min(max(_BLOCKS * block_tokens + 2, _TOKENS_MIN), _TOKENS_MAX)
+    if room_tokens:
+        wanted = min(wanted, room_tokens - 2 * ANSWER_TOKENS)
+    words = [secrets.token_hex(4)]
+    share = 1.0  # words per token
+    for _ in range(_TRIES):
+        more = math.ceil(wanted * share) - len(words) + 1
+        words = words[: max(1, len(words) + more)]
+        words += [secrets.choice(_WORDS) for _ in range(more)]
+        text = " ".join(words)
+        ids = await target.text_ids(text)
+        if wanted <= len(ids) <= wanted + max(32, wanted // 4):
+            return Prompt(text, ids)
+        share *= (wanted + 8) / max(1, len(ids))
+    if wanted <= len(ids) and (not room_tokens or len(ids) < room_tokens - ANSWER_TOKENS):
+        return Prompt(text, ids)
+    raise EngineError(f"{target.url}: no text of {wanted} tokens could be made")
+
+
+def packed(ids: tuple[int, ...]) -> bytes:
+    """uint32, little endian."""
+    return struct.pack(f"<{len(ids)}I", *array("I", ids))
+
+
+def told(canaries: dict[str, Asked]) -> dict[str, Asked]:
+    """Engines leave out cached tokens where there are none: once one of them told some, those that
+    tell nothing stand for 0."""
+    if not any(asked.cached_tokens > 0 for asked in canaries.values()):
+        return canaries
+    return {
+        name: msgspec.structs.replace(asked, cached_tokens=max(0, asked.cached_tokens))
+        if not asked.error
+        else asked
+        for name, asked in canaries.items()
+    }
+
+
+def _asked(answer: Any, headers: Mapping[str, str]) -> Asked:
+    if not isinstance(answer, dict):
+        return Asked(error="the answer is no JSON object")
+    usage, choices = answer.get("usage"), answer.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, dict):
+        return Asked(error="the answer has no choice in it")
+    message = choice.get("message")
+    text = message.get("content") if isinstance(message, dict) else choice.get("text")
+    usage = usage if isinstance(usage, dict) else {}
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    tokens, logprobs = _logprobs(choice.get("logprobs"))
+    return Asked(
+        prompt_tokens=_count(usage.get("prompt_tokens")),
+        cached_tokens=_count(cached),
+        expected_tokens=_count(_number(headers.get("x-kvatlas-expected-hit-tokens"))),
+        worker=headers.get("x-kvatlas-worker", ""),
+        prefilled_by=headers.get("x-kvatlas-prefilled-by", ""),
+        text=text if isinstance(text, str) else "",
+        tokens=tokens,
+        logprobs=logprobs,
+    )
+
+
+def _logprobs(found: Any) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    tokens = found.get("tokens") if isinstance(found, dict) else None
+    values = found.get("token_logprobs") if isinstance(found, dict) else None
+    if not isinstance(tokens, list) or not isinstance(values, list):
+        return (), ()
+    rows = [
+        (str(token), float(value))
+        for token, value in zip(tokens, values, strict=False)
+        if isinstance(value, int | float) and math.isfinite(value)
+    ]
+    return tuple(token for token, _ in rows), tuple(value for _, value in rows)
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else -1
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else -1
