@@ -166,7 +166,6 @@ async def _pair(product: Product) -> dict[str, Any]:
     return dict(rows[0]) if rows else {}
 
 
-@pytest.mark.long  # now and then one of the six is not handed over: why is not known yet
 async def test_many_at_once_do_not_mix(product: Product, pair: dict[str, VllmEngine]) -> None:
     prompts = [[100 + n, *PROMPT[: 150 + n]] for n in range(6)]
     expected = [await asyncio.to_thread(alone, pair["p"], prompt) for prompt in prompts]

