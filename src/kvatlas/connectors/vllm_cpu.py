@@ -52,11 +52,11 @@ def obstacle(directory: Path) -> str:
     return ""
 
 
-# vLLM 0.32 computes attention in AMX tiles but leaves it to torch to ask Linux for them, which torch
-# does at its first large matrix product. An engine whose first request computes a few tokens (it
-# takes over the rest from another engine) dies of an illegal instruction before that. So every
-# Python of the environment asks as it starts: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA); a kernel
-# or processor without tiles says no, and nothing follows.
+# vLLM 0.32 computes attention in AMX tiles but leaves it to torch to ask Linux for them, which
+# torch does at its first large matrix product. An engine whose first request computes a few tokens
+# (the rest comes from another engine) dies of an illegal instruction before that. So every Python
+# of the environment asks as it starts: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA); a kernel or
+# processor without tiles says no, and nothing follows.
 _TILES_FILE = "kvatlas_amx_tiles.pth"
 _TILES = (
     "import ctypes, platform; "
