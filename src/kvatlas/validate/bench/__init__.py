@@ -1,0 +1,1 @@
+"""`kvatlas bench`: the simulator's traces as live load, several configurations side by side."""
