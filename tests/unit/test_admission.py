@@ -9,6 +9,7 @@ import heapq
 import math
 import random
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -41,7 +42,8 @@ def plan(name: str, wait_s: float, recompute_s: float) -> Plan:
 
 
 def decision(*plans: Plan, unkeyed: str = "", policy: str = "price") -> Decision:
-    return Decision("r", 0.0, 1000, policy, unkeyed, plans, len(plans))
+    soonest = "c"  # an id that is told the earliest time at which coming back may help
+    return Decision(soonest, 0.0, 1000, policy, unkeyed, plans, len(plans))
 
 
 def judged(made: Decision, slo_s: float, lateness: float | None = 1.0, **rules: bool) -> Decision:
@@ -277,9 +279,27 @@ def test_who_comes_back_when_told_is_taken() -> None:
         cluster.ask(400, 4.0)
     refused = cluster.ask(1000, 4.0)
     assert refused.refusal is not None
-    assert 1.0 <= refused.refusal.retry_after_s < 4.0
+    assert 1.0 <= refused.refusal.retry_after_s <= 8.0, "4 s of waiting, and as long again"
     cluster.until(cluster.now + refused.refusal.retry_after_s)
     assert cluster.ask(1000, 4.0).refusal is None
+
+
+def test_those_who_are_refused_together_do_not_come_back_together() -> None:
+    made = decision(plan("w0", 5.2, 0.1))
+    names = [f"r{number}" for number in range(700)]
+
+    def told(id: str, in_flight: int) -> float:
+        asked = msgspec.structs.replace(made, id=id)
+        refusal = admitted(asked, 2.0, in_flight, Rules(in_flight_max=9), lambda _: 1.0).refusal
+        assert refusal is not None
+        return refusal.retry_after_s
+
+    # 3.3 s too late: after 4 s it would be in time.
+    counts = Counter(told(name, 0) for name in names)
+    assert sorted(counts) == [4.0, 5.0, 6.0, 7.0, 8.0]
+    assert min(counts.values()) > 100, "evenly"
+    assert set(Counter(told(name, 9) for name in names)) == {1.0, 2.0}
+    assert [told(name, 0) for name in names] == [told(name, 0) for name in names]
 
 
 def test_the_engine_that_makes_it_is_taken_before_the_one_that_holds_more() -> None:

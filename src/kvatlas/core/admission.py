@@ -4,6 +4,7 @@ A request is refused for slowness only where waiting is what makes it late: ever
 could go to has a queue, and none of them is predicted to answer in time. So coming back
 later helps, and short requests pass where long ones do not. A request counts in a queue from the
 moment it is taken: at overload queues stay as long as the objective allows, and nothing swings.
+Those who are refused together are told different times, or they would come back together.
 Who states no objective is never refused for slowness, nor anybody before enough was answered to
 know what a prediction is worth (`core.promises`).
 """
@@ -17,6 +18,7 @@ from typing import Annotated
 import msgspec
 
 from kvatlas.core.records import Publisher, Refusal
+from kvatlas.core.rivals import chance
 from kvatlas.core.router import Decision, Plan
 
 #: Of an engine: what a predicted second may become; None where too little is known to tell.
@@ -39,7 +41,7 @@ def admitted(
     """The decision with its objective (seconds; inf: none): plans that make it come first, in the
     order of their prices; or refused. ``in_flight``: requests there are already."""
     if in_flight >= rules.in_flight_max:
-        full = Refusal("in_flight_max", retry_after_s=_RETRY_MIN_S)
+        full = Refusal("in_flight_max", _retry_after_s(decision.id, _RETRY_MIN_S))
         return msgspec.structs.replace(decision, refusal=full)
     if math.isinf(ttft_slo_s):
         return decision
@@ -77,4 +79,11 @@ def _too_late(decision: Decision, lateness: Lateness) -> Refusal | None:
     if late_s <= 0 or not decision.plans:
         return None
     ttft_s, publisher = soonest
-    return Refusal("slo_unreachable", max(_RETRY_MIN_S, late_s), publisher, ttft_s)
+    retry_after_s = _retry_after_s(decision.id, max(_RETRY_MIN_S, late_s))
+    return Refusal("slo_unreachable", retry_after_s, publisher, ttft_s)
+
+
+def _retry_after_s(id: str, soonest_s: float) -> float:
+    """Whole seconds, as the wire has them, from ``soonest_s`` up to twice as many, by the id."""
+    soonest = math.ceil(soonest_s)
+    return float(soonest + math.floor(chance(id) * (soonest + 1)))

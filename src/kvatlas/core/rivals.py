@@ -139,7 +139,7 @@ class Rival:
         holders = sorted((s for s in all if s.held_tokens > enough), key=lambda s: -s.held_tokens)
         two = holders[:2]
         if not two:
-            drawn = sorted(all, key=lambda s: _chance(f"{id} {s.publisher}"))
+            drawn = sorted(all, key=lambda s: chance(f"{id} {s.publisher}"))
             two = drawn[:2]
         first = min(two, key=_load)
         return [first, *sorted((s for s in all if s is not first), key=_load)]
@@ -155,7 +155,7 @@ class Rival:
             weights = [
                 math.exp(-(cost - least) / span / self._knobs.temperature) for cost, _ in ranked
             ]
-            at = _chance(id) * sum(weights)
+            at = chance(id) * sum(weights)
             for i, weight in enumerate(weights):
                 at -= weight
                 if at < 0:
@@ -178,6 +178,6 @@ def _load(standing: Standing) -> tuple[int, int]:
     return standing.in_flight, standing.chosen
 
 
-def _chance(name: str) -> float:
-    """From 0 to 1, the same for the same name."""
+def chance(name: str) -> float:
+    """From 0 up to 1, the same for the same name: what stands for a draw where runs must repeat."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") / (1 << 64)
