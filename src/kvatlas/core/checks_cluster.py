@@ -305,8 +305,14 @@ def _store_keys(agent: AgentFacts, gateway: GatewayFacts | None) -> Iterator[Fin
             yield not_shown(check, agent.name, agent.no_own_roots)
         elif not theirs:
             yield not_shown(check, agent.name, "no engine is attached to it")
-        elif "agent_apart" not in gateway.alarms:  # it compares the same, and has the secret
-            yield ok(check, agent.name, {"gateway": "makes its keys", "agent": ", ".join(theirs)})
+        else:  # it compares the same, and has the secret
+            told = gateway.alarms.get("agent_apart", {})
+            apart = {w: why for w, why in told.items() if why.startswith(f"{agent.name}: ")}
+            for worker, why in apart.items():
+                yield wrong(check, worker, why, "give both the same configuration and secret")
+            if not apart:
+                compared = {"gateway": "makes its keys", "agent": ", ".join(theirs)}
+                yield ok(check, agent.name, compared)
         return
     if not agent.own_roots:
         yield not_applicable(check, agent.name, "its engines name their pages themselves")

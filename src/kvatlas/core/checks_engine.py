@@ -28,17 +28,23 @@ def reach(engine: EngineFacts) -> Iterator[Finding]:
 
 def version(engine: EngineFacts) -> Iterator[Finding]:
     """Its version is one that we tested."""
-    tested = SUPPORTED.get(engine.kind, ())
-    compared = {"version": engine.version, "tested": ", ".join(tested)}
+    tested = ", ".join(SUPPORTED.get(engine.kind, ()))
+    compared = {"version": engine.version or "not told", "tested": tested or "none"}
     if not engine.version or not tested:
-        why = "it does not tell its version"
-        yield not_shown("version", engine.name, why, "", compared)
-    elif any(engine.version == t or engine.version.startswith(f"{t}.") for t in tested):
-        yield ok("version", engine.name, compared)
-    else:
-        why = f"{engine.kind} {engine.version} is not in the support matrix"
-        change = f"run {engine.kind} {tested[-1]}, or expect events and metrics to differ"
+        yield not_shown("version", engine.name, "it does not tell its version", "", compared)
+    elif why := untested(engine.kind, engine.version):
+        change = f"run {engine.kind} {tested}, or expect events and metrics to differ"
         yield wrong("version", engine.name, why, change, compared)
+    else:
+        yield ok("version", engine.name, compared)
+
+
+def untested(kind: str, version: str) -> str:
+    """Why a version of an engine is not one that we tested; "" where it is, or is not told."""
+    tested = SUPPORTED.get(kind, ())
+    if not version or any(version == t or version.startswith(f"{t}.") for t in tested):
+        return ""
+    return f"{kind} {version} is not in the support matrix"
 
 
 def clock(engine: EngineFacts) -> Iterator[Finding]:

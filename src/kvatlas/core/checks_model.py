@@ -35,7 +35,7 @@ def _agreement(
             return
         for name in told:
             if name not in known:
-                yield not_shown(check, name, f"its {field} is not known")
+                yield not_shown(check, name, f"its {field} is not known", change)
         if not known:
             return
         measure = Counter(known.values()).most_common(1)[0][0]
@@ -199,7 +199,8 @@ MODEL_CHECKS: tuple[Callable[[Sequence[EngineFacts]], Iterator[Finding]], ...] =
         "tensor-parallel",
         "tensor_parallel",
         _ranks,
-        "give all the same tensor parallel size; vLLM does not tell its own: set tensor_parallel",
+        "give all the same tensor parallel size; vLLM does not tell its own: set tensor_parallel "
+        "in kvatlas.toml",
     ),
     _agreement("draft", "draft", lambda e: "yes" if e.draft else "none", _SAME_RUN),
     _agreement(

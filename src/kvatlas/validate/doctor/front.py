@@ -64,15 +64,13 @@ class Front:
             self.note(error=str(error))
             return
         try:
-            self.rows = await self._get("/kvatlas/workers")
+            rows = await self._get("/kvatlas/workers")
             version = (await self._get("/version"))["version"]
-        except (EngineError, KeyError, TypeError):
+            workers = {row["worker"]: _row(row) for row in rows}
+        except (EngineError, KeyError, TypeError, AttributeError):
             return  # none of ours
-        self.note(
-            ours=True,
-            version=version,
-            workers={row["worker"]: _row(row) for row in self.rows},
-        )
+        self.rows = rows
+        self.note(ours=True, version=version, workers=workers)
 
     async def alarms(self) -> None:
         """Its flags, and what its pairs did, as they are now."""
