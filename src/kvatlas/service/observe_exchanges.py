@@ -199,13 +199,13 @@ class _Asks:
 
     def on_message_complete(self) -> None:
         talk, exchange = self._talk, self._exchange
+        if len(talk.waiting) >= PIPELINED_MAX:
+            raise _Unread("too many requests without an answer")
         exchange.method = self._parser.get_method().decode("latin-1")
         exchange.path = self._target.decode("latin-1").partition("?")[0]
         exchange.body = b"".join(self._parts)
         self._parts, self._size_bytes = [], 0  # counted on until it is answered
         exchange.asked_s = talk.now_s
-        if len(talk.waiting) >= PIPELINED_MAX:
-            raise _Unread("too many requests without an answer")
         talk.waiting.append(exchange)
         talk.watcher.listener.asked(exchange)
 

@@ -161,6 +161,11 @@ def read(path: Path) -> Recorded:
                 f"{path}: recorded in format {about.format} by kvatlas {about.version}; "
                 f"this one reads format {FORMAT}"
             )
+        blocks = -(-row.input_length // about.block_tokens)
+        if row.input_length < 1 or len(row.hash_ids) != blocks:
+            raise TraceError(
+                f"{path}:{number}: {len(row.hash_ids)} hashes for {row.input_length} tokens"
+            )
         for reason, count in row.observed.lost.items():
             lost[reason] = max(lost.get(reason, 0), count)
         rows.append(row)
