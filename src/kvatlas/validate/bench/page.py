@@ -21,8 +21,8 @@ _TONES: dict[Verdict, Tone] = {
     "not shown": "warn",
 }
 _INTERVALS = (
-    "In brackets: what holds the true mean over rounds with 95 % (bootstrap over rounds, widened "
-    "for few of them). Requests that failed count as endlessly late."
+    "In brackets: what holds the true mean over rounds with 95 % (bootstrap over rounds, at "
+    "least as wide as Student's). Requests that failed count as endlessly late."
 )
 
 
