@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from stores_kit import Desk, finished, nothing_left, values, wait_until
 from stores_rigs import MooncakeRig, mooncake_package
 
 from kvatlas.dataplane.arena import Arena
-from kvatlas.dataplane.tiers import mooncake
+from kvatlas.dataplane.tiers import mooncake, mooncake_client
 from kvatlas.dataplane.tiers.base import Piece, Store
 from kvatlas.errors import ConfigError
 
@@ -218,6 +220,21 @@ def test_nothing_of_the_client_is_left(rig: MooncakeRig) -> None:
         store.close()
         assert child.returncode is not None
         del store
+
+
+def test_threads_that_wait_in_its_loop_give_way_and_no_others(rig: MooncakeRig) -> None:
+    """They take a core from those that move the bytes otherwise, and verify nothing themselves."""
+    store = rig.store(rig.port)
+    assert Desk(store).read(sizes(filled(store)))[0].failed == ()
+    assert isinstance(store, mooncake.MooncakeStore)
+    child = store._process._child
+    assert child is not None
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    tasks = [int(task.name) for task in Path(f"/proc/{child.pid}/task").iterdir()]
+    nice = Counter(os.getpriority(os.PRIO_PROCESS, task) for task in tasks)
+    assert 1 <= nice.pop(min(19, own + mooncake_client.WAIT_NICE)) <= store.settings.threads
+    assert set(nice) == {own}
+    store.close()
 
 
 @pytest.mark.parametrize(

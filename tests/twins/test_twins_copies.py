@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,6 +104,46 @@ def test_rows_that_cannot_be_are_refused(kind: type[_copies.Rows]) -> None:
         _copies.gather(bytearray(20), [(rows, -1)])
     with pytest.raises((TypeError, RuntimeError)):
         _copies.gather(bytearray(20), [(1, 2)])
+
+
+@given(sizes=sizes, ahead=st.integers(0, 3000), shift=shifts, seed=st.integers(0, 3))
+@example(sizes=[600_000, 0, 241, 5], ahead=700, shift=3, seed=1)
+@example(sizes=[1 << 20], ahead=0, shift=32, seed=1)
+def test_what_a_socket_brings_is_the_twins(
+    sizes: list[int], ahead: int, shift: int, seed: int
+) -> None:
+    data = random.Random(seed).randbytes(sum(sizes))
+    ends = []
+    for receive in (_copies.receive, twins_copies.receive):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            sender = threading.Thread(target=theirs.sendall, args=(data[ahead:],))
+            sender.start()
+            rooms, views = placed(sizes, shift)
+            until = time.monotonic() + 20
+            ends.append((receive(ours.fileno(), data[:ahead], views, until), b"".join(rooms)))
+            sender.join()
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("receive", [_copies.receive, twins_copies.receive])
+def test_a_socket_that_brings_too_little_ends_it(receive: Callable[..., list[int]]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"some")
+        with pytest.raises(TimeoutError):
+            receive(ours.fileno(), b"", [bytearray(5)], time.monotonic() + 0.01)
+        with pytest.raises(TimeoutError):
+            receive(ours.fileno(), b"", [bytearray(5)], time.monotonic() - 1)
+        ender = threading.Timer(0.01, ours.shutdown, (socket.SHUT_RDWR,))
+        ender.start()
+        with pytest.raises(ConnectionResetError):
+            receive(ours.fileno(), b"x", [bytearray(1), bytearray(5)], time.monotonic() + 20)
+        ender.join()
+        with pytest.raises((TypeError, BufferError)):
+            receive(ours.fileno(), b"xxxxx", [bytes(5)], time.monotonic() + 20)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        receive(-1, b"", [bytearray(5)], time.monotonic() + 20)
 
 
 @pytest.mark.parametrize("bit", [0, 7, 63 * 8, 64 * 8, 1024 * 8 + 3, 4999 * 8 + 7])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import select
+import socket
+import time
 from collections.abc import Sequence
 from typing import final
 
@@ -54,6 +58,31 @@ def scatter(source: Buffer, parts: Sequence[Buffer | tuple[Rows, int]], /) -> in
         view[:] = row[at : at + len(view)]
         at += len(view)
     return xxhash.xxh3_128_intdigest(row[:at]) or 1
+
+
+def receive(fd: int, ahead: Buffer, targets: Sequence[Buffer], until: float, /) -> list[int]:
+    """Fill targets one after the other from a stream socket; says the checksum of each.
+
+    ``ahead``: what was read of it before, and comes first. ``until``: on time.monotonic. Other
+    threads run meanwhile. TimeoutError, ConnectionResetError where the other side has closed, else
+    OSError; what has been filled by then is of no use.
+    """
+    before, sums = memoryview(ahead).cast("B"), []
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        for target in targets:
+            view = memoryview(target).cast("B")
+            at = min(len(view), len(before))
+            view[:at], before = before[:at], before[at:]
+            while at < len(view):
+                if (left_s := until - time.monotonic()) <= 0:
+                    raise TimeoutError("the deadline has passed")
+                if not select.select([sock], [], [], left_s)[0]:
+                    continue
+                if not (got := sock.recv_into(view[at:])):
+                    raise ConnectionResetError("the other side closed the connection")
+                at += got
+            sums.append(xxhash.xxh3_128_intdigest(view) or 1)
+    return sums
 
 
 def _views(parts: Sequence[Buffer | tuple[Rows, int]], row: memoryview) -> list[memoryview]:

@@ -28,6 +28,14 @@ def gather(target: Buffer, parts: Sequence[Buffer | tuple[Rows, int]], /) -> int
 def scatter(source: Buffer, parts: Sequence[Buffer | tuple[Rows, int]], /) -> int:
     """The way back: parts are filled one after the other from the start of ``source``."""
 
+def receive(fd: int, ahead: Buffer, targets: Sequence[Buffer], until: float, /) -> list[int]:
+    """Fill targets one after the other from a stream socket; says the checksum of each.
+
+    ``ahead``: what was read of it before, and comes first. ``until``: on time.monotonic. Other
+    threads run meanwhile. TimeoutError, ConnectionResetError where the other side has closed, else
+    OSError; what has been filled by then is of no use.
+    """
+
 def gather_plain(target: Buffer, parts: Sequence[Buffer | tuple[Rows, int]], /) -> int:
     """As `gather`, on any processor."""
 

@@ -5,13 +5,21 @@
 // so the sum is of what was stored, whatever becomes of the source meanwhile. Stores go past the
 // cache where they can: nobody reads the copy soon, and its lines need not be fetched to be written.
 //
+// What a socket brings the kernel has copied already: it is received a little at a time, and summed
+// while that is in the cache.
+//
 // The sum is XXH3, 128 bits (xxHash's doc/xxhash_spec.md), of more than 240 bytes: what is shorter
 // goes to the library.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <time.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -123,7 +131,9 @@ __attribute__((target("avx2"))) inline __m256i scrambled(__m256i lanes, const ui
     return _mm256_add_epi64(_mm256_mul_epu32(lanes, prime), _mm256_slli_epi64(high, 32));
 }
 
-template <bool aligned>
+enum class Store { NOT, NEAR, PAST };  // it is there already; in the cache; past it
+
+template <Store store>
 __attribute__((target("avx2"))) void move_wide(Sum &sum, uint8_t *to, const uint8_t *from,
                                                size_t stripes) {
     __m256i *lanes = reinterpret_cast<__m256i *>(sum.lanes);
@@ -139,10 +149,10 @@ __attribute__((target("avx2"))) void move_wide(Sum &sum, uint8_t *to, const uint
             const __m256i *source = reinterpret_cast<const __m256i *>(from);
             const __m256i one = _mm256_loadu_si256(source), two = _mm256_loadu_si256(source + 1);
             __m256i *target = reinterpret_cast<__m256i *>(to);
-            if (aligned) {
+            if (store == Store::PAST) {
                 _mm256_stream_si256(target, one);
                 _mm256_stream_si256(target + 1, two);
-            } else {
+            } else if (store == Store::NEAR) {
                 _mm256_storeu_si256(target, one);
                 _mm256_storeu_si256(target + 1, two);
             }
@@ -163,7 +173,8 @@ __attribute__((target("avx2"))) void move_wide(Sum &sum, uint8_t *to, const uint
 
 void move_avx2(Sum &sum, uint8_t *to, const uint8_t *from, size_t stripes) {
     const bool aligned = reinterpret_cast<uintptr_t>(to) % 32 == 0;
-    (aligned ? move_wide<true> : move_wide<false>)(sum, to, from, stripes);
+    (to == from ? move_wide<Store::NOT> : aligned ? move_wide<Store::PAST> : move_wide<Store::NEAR>)(
+        sum, to, from, stripes);
 }
 
 // Asked once: on a virtual machine the question goes to the hypervisor.
@@ -181,7 +192,7 @@ void settle() {}
 
 #endif
 
-// The parts of one copy, one after the other.
+// The parts of one copy, one after the other. Where a part is copied to itself it is only summed.
 class Copying {
   public:
     Copying(Move move, size_t total) : move_(move), total_(total) {}
@@ -218,7 +229,7 @@ class Copying {
     // Less than a stripe: it is taken in when that is whole, unless it is the end of all.
     void hold(uint8_t *to, const uint8_t *from, size_t size) {
         if (sum_.stripes == whole_) {
-            std::memcpy(to, from, size);
+            if (to != from) std::memcpy(to, from, size);
             return;
         }
         std::memcpy(held_stripe_ + held_, from, size);
@@ -256,6 +267,104 @@ nb::object known(const nb::object &sum) {
 nb::object sum_of_few(const uint8_t *data, size_t size) {
     const nb::object library = nb::module_::import_("xxhash").attr("xxh3_128_intdigest");
     return known(library(nb::bytes(data, size)));
+}
+
+// What comes in from a stream socket, by a deadline. Others run meanwhile.
+class Source {
+  public:
+    // Why no more comes: a number of errno, 0 where the other side has closed.
+    struct Ended {
+        int why;
+    };
+
+    Source(int socket, const View &ahead, double until)
+        : socket_(socket), ahead_(ahead.data()), left_(ahead.size()), until_(until) {}
+
+    // Some of what comes next, at most ``size`` bytes, first of what was read before. Throws Ended.
+    size_t some(uint8_t *to, size_t size) {
+        if (left_) {
+            const size_t had = std::min(size, left_);
+            std::memcpy(to, ahead_, had);
+            ahead_ += had, left_ -= had;
+            return had;
+        }
+        for (;;) {
+            limit();
+            const ssize_t got = recv(socket_, to, size, MSG_WAITALL);
+            if (got > 0) return static_cast<size_t>(got);
+            if (!got) throw Ended{0};
+            if (errno != EAGAIN && errno != EINTR) throw Ended{errno};
+        }
+    }
+
+  private:
+    static double now() {
+        timespec time;
+        clock_gettime(CLOCK_MONOTONIC, &time);
+        return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+    }
+
+    // The kernel's own timeout, set anew where the last is older than this.
+    static constexpr double SLACK_S = 0.02;
+
+    void limit() {
+        const double at = now(), left = until_ - at;
+        if (left <= 0) throw Ended{ETIMEDOUT};
+        if (at - set_at_ < SLACK_S) return;
+        set_at_ = at;
+        timeval wait;
+        wait.tv_sec = static_cast<time_t>(left);
+        wait.tv_usec = std::max<suseconds_t>(
+            1, static_cast<suseconds_t>((left - static_cast<double>(wait.tv_sec)) * 1e6));
+        if (setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof wait)) throw Ended{errno};
+    }
+
+    const int socket_;
+    const uint8_t *ahead_;
+    size_t left_;
+    const double until_;
+    double set_at_ = -1;
+};
+
+constexpr size_t CHUNK = 256 << 10;  // received and summed at once: half of it is still near
+
+[[noreturn]] void told(const Source::Ended &ended) {
+    if (ended.why == ETIMEDOUT) {
+        PyErr_SetString(PyExc_TimeoutError, "the deadline has passed");
+    } else if (!ended.why) {
+        PyErr_SetString(PyExc_ConnectionResetError, "the other side closed the connection");
+    } else {
+        errno = ended.why;
+        PyErr_SetFromErrno(PyExc_OSError);
+    }
+    throw nb::python_error();
+}
+
+nb::list received(int socket, nb::handle ahead, nb::sequence targets, double until) {
+    const View before(ahead);
+    std::deque<View> views;
+    for (nb::handle target : targets) views.emplace_back(target, PyBUF_WRITABLE);
+    std::vector<Copying> sums;
+    for (const View &view : views) sums.emplace_back(best(), std::max(view.size(), STRIPE));
+    Source source(socket, before, until);
+    try {
+        nb::gil_scoped_release others;
+        for (size_t n = 0; n < views.size(); n++) {
+            uint8_t *at = views[n].data(), *const end = at + views[n].size();
+            while (at < end) {
+                const size_t got = source.some(at, std::min<size_t>(CHUNK, end - at));
+                if (views[n].size() > SHORT) sums[n].part(at, at, got);
+                at += got;
+            }
+        }
+    } catch (const Source::Ended &ended) {
+        told(ended);
+    }
+    nb::list out;
+    for (size_t n = 0; n < views.size(); n++)
+        out.append(views[n].size() > SHORT ? known(sums[n].sum())
+                                           : sum_of_few(views[n].data(), views[n].size()));
+    return out;
 }
 
 // Pages that a block has in some layers. In each layer's memory they lie at equal distances.
@@ -371,6 +480,7 @@ NB_MODULE(_copies, module) {
     module.def("scatter", [](nb::handle source, nb::handle parts) {
         return copied(best(), source, parts, false);
     });
+    module.def("receive", received);
     module.def("gather_plain", [](nb::handle target, nb::handle parts) {
         return copied(move_plain, target, parts, true);
     });

@@ -2,9 +2,10 @@
 
 A connection begins with a greeting in which both sides prove that they know the cluster's token
 and the server tells its life: a restarted peer holds nothing of what was known of it. Then:
-requests of up to `NAMES_MAX` names, each answered by a label (see `framing`) and the bytes as they
-lie in the slot, then one byte that says whether the slot was still the same when its last byte had
-left: one that was recycled meanwhile is a miss. Bulk of names: msgpack after a length.
+requests of up to `NAMES_MAX` names (msgpack after a length), answered in parts: how many names this
+one is for, a label for each (see `framing`), the bytes of all that are there as they lie in their
+slots, then a byte for each that says whether its slot was still the same when the last byte had
+left: one that was recycled meanwhile is a miss.
 
 Before it reads, a reader asks which of some names there are: the agent answers for what may be
 read, and keeps that for a while (`core.agent_values.Lend`).
@@ -27,7 +28,6 @@ from functools import partial
 from itertools import islice
 
 import msgspec
-import xxhash
 
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.records import Label
@@ -41,7 +41,7 @@ from kvatlas.dataplane.tiers.base import (
     asked,
     checksum_of,
 )
-from kvatlas.dataplane.tiers.dram import DramStore
+from kvatlas.dataplane.tiers.dram import DramStore, Unit
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.dataplane.tiers.runs import Outcome, Refused, Runs
 from kvatlas.dataplane.tiers.sockets import Address, Stream
@@ -49,13 +49,14 @@ from kvatlas.errors import ConfigError, StoreError
 
 NAMES_MAX = 4096
 RUN_BYTES = 64 << 20
+PART_NAMES = 64
+PART_BYTES = 8 << 20  # of an answer, about: so much is pinned at once for one reader
 REQUEST_BYTES_MAX = 2 << 20
-MAGIC = b"KVAP\2\0\0\0"
+MAGIC = b"KVAP\3\0\0\0"
 _LENGTH = struct.Struct("<I")
 _LIFE_BYTES = _NONCE_BYTES = _PROOF_BYTES = 16
 _MISSING = b"\0" * HEADER_BYTES
-_SAME, _RECYCLED = b"\1", b"\0"
-_MISSED = b"\0"
+_SAME, _MISSED = b"\1", b"\0"
 _SERVER = b"server"  # before its nonce: nobody gets its proof by asking for ours
 
 
@@ -164,8 +165,8 @@ class PeerServer:
                     link.send([b"".join(_SAME if n in lent else _MISSED for n in request.names)])
                 elif request.names:
                     last = b""
-                    for name in request.names:
-                        last = self._answer(link, name, last)
+                    while request.names:
+                        last = self._answer(link, request.names, last)
                         link.until = time.monotonic() + self._limits[1]
                     link.send([last])
                 else:
@@ -194,26 +195,36 @@ class PeerServer:
             raise ValueError("the reader does not know the token")
         link.send([_proof(self._token, _SERVER + asked_for)])
 
-    def _answer(self, link: Stream, name: bytes, last: bytes) -> bytes:
-        """Sends ``last``, the word on the value before, and this value; says the word on it, which
-        goes out with the next one: a small packet of its own would wake the reader for it."""
-        unit = self._dram.pin(name)
-        if unit is None:
-            self.counts.add("missing")
-            link.send([last, _MISSING])
-            return b""
+    def _answer(self, link: Stream, names: list[bytes], last: bytes) -> bytes:
+        """Takes the first of ``names`` and sends ``last``, the word on the part before, and this
+        part; says the word on it, which goes out with the next one: a small packet of its own
+        would wake the reader for it."""
         arena = self._dram.arena
+        units: list[Unit | None] = []
         try:
-            view = arena.view(unit.slot)
-            checksum = unit.checksum or checksum_of(view)
-            found = Entry(name, view.nbytes, checksum, unit.index, unit.tenant, unit.fingerprint)
+            views: list[memoryview] = []
+            heads: list[bytes] = []
+            while len(units) < min(len(names), PART_NAMES) and sum(map(len, views)) < PART_BYTES:
+                name = names[len(units)]
+                units.append(unit := self._dram.pin(name))
+                if unit is None:
+                    heads.append(_MISSING)
+                    continue
+                views.append(arena.view(unit.slot))
+                heads.append(_label_of(name, unit, views[-1]))
             # sendmsg has copied all bytes when it returns: what is current then was sent whole.
-            link.send([last, framing.header_of(found), view])
-            same = arena.current(unit.slot)
+            link.send([last, _LENGTH.pack(len(units)), *heads, *views])
+            same = [unit is not None and arena.current(unit.slot) for unit in units]
         finally:
-            self._dram.unpin(unit.slot)
-        self.counts.add("sent" if same else "recycled")
-        return _SAME if same else _RECYCLED
+            for unit in units:
+                if unit is not None:
+                    self._dram.unpin(unit.slot)
+        del names[: len(units)]
+        sent, missing = sum(same), units.count(None)
+        self.counts.add("sent", sent)
+        self.counts.add("missing", missing)
+        self.counts.add("recycled", len(units) - sent - missing)
+        return b"".join(_SAME if ok else _MISSED for ok in same)
 
     def _there(self, names: Sequence[bytes]) -> Collection[bytes]:
         return {name for name in names if self._dram.has([name])}
@@ -336,37 +347,74 @@ class PeerStore:
 
     def _read(self, link: Stream, outcome: Outcome) -> None:
         _ask(link, Request([piece.name for piece in outcome.open]))
-        head = memoryview(bytearray(HEADER_BYTES))
-        tail = memoryview(bytearray(1))
         broken: list[bytes] = []
-        for piece in list(outcome.open):
-            link.fill(head)
-            if head == _MISSING:
+        while outcome.open:
+            broken += self._part(link, outcome)
+        if broken:
+            _ask(link, Request(broken, suspect=True))
+            link.fill(memoryview(bytearray(1)))  # it has looked: what is wrong there is gone
+
+    def _part(self, link: Stream, outcome: Outcome) -> list[bytes]:
+        """One part of an answer, for the first of what is open. Says what is wrong there, too."""
+        count = int.from_bytes(_exactly(link, _LENGTH.size), "little")
+        if not 0 < count <= len(outcome.open):
+            raise ValueError(f"{self._address}: an answer for {count} names")
+        pieces = outcome.open[:count]
+        heads = memoryview(_exactly(link, count * HEADER_BYTES))
+        labels: list[Label | None] = []
+        for at in range(0, len(heads), HEADER_BYTES):
+            head = heads[at : at + HEADER_BYTES]
+            labels.append(label := None if head == _MISSING else framing.unpack(head))
+            if label is None and head != _MISSING:  # where the next value begins is not known
+                raise ValueError(f"{self._address}: an answer is garbled")
+        sums = _values(link, labels, pieces)
+        broken: list[bytes] = []
+        for piece, label, found, flag in zip(
+            pieces, labels, sums, _exactly(link, count), strict=True
+        ):
+            if label is None:
                 outcome.fail()
                 continue
-            label = framing.unpack(head)
-            if label is None:  # where the next answer begins is not known any more
-                raise ValueError(f"{self._address}: an answer is garbled")
-            digest = xxhash.xxh3_128()
-            if label.size_bytes == piece.view.nbytes:
-                link.fill(piece.view, digest)
-            else:
-                link.skip(label.size_bytes)
-            link.fill(tail)
-            if tail == _RECYCLED:
+            if flag == _MISSED[0]:
                 self._runs.counts.add("recycled")
                 outcome.fail()
                 continue
-            verdict = framing.judge(label, piece, label.size_bytes, digest.intdigest())
-            if tail == _SAME and verdict is Verdict.RIGHT:
+            verdict = framing.judge(label, piece, label.size_bytes, found)
+            if flag == _SAME[0] and verdict is Verdict.RIGHT:
                 outcome.arrive()
                 continue
             outcome.damage()
             if verdict is Verdict.BROKEN:
                 broken.append(piece.name)
-        if broken:
-            _ask(link, Request(broken, suspect=True))
-            link.fill(tail)  # it has looked: what is wrong there is gone
+        return broken
+
+
+def _values(link: Stream, labels: Sequence[Label | None], pieces: Sequence[Piece]) -> list[int]:
+    """Reads what follows the labels, as far as it fits into its place; checksums, or 0."""
+    sums = [0] * len(labels)
+    run: list[int] = []
+
+    def take() -> None:
+        for n, found in zip(run, link.receive([pieces[n].view for n in run]), strict=True):
+            sums[n] = found
+        run.clear()
+
+    for n, label in enumerate(labels):
+        if label is None:
+            continue
+        if label.size_bytes == pieces[n].view.nbytes:
+            run.append(n)
+            continue
+        take()
+        link.skip(label.size_bytes)
+    take()
+    return sums
+
+
+def _label_of(name: bytes, unit: Unit, view: memoryview) -> bytes:
+    checksum = unit.checksum or checksum_of(view)
+    found = Entry(name, view.nbytes, checksum, unit.index, unit.tenant, unit.fingerprint)
+    return framing.header_of(found)
 
 
 def _find(link: Stream, outcome: Outcome) -> None:
@@ -395,12 +443,14 @@ def _ask(link: Stream, request: Request) -> None:
 
 
 def _bulk(link: Stream, size_bytes_max: int) -> bytes:
-    length = bytearray(_LENGTH.size)
-    link.fill(memoryview(length))
-    (size,) = _LENGTH.unpack(length)
+    (size,) = _LENGTH.unpack(_exactly(link, _LENGTH.size))
     if size > size_bytes_max:
         raise ValueError(f"{size} bytes at once: at most {size_bytes_max}")
-    data = bytearray(size)
+    return _exactly(link, size)
+
+
+def _exactly(link: Stream, size_bytes: int) -> bytes:
+    data = bytearray(size_bytes)
     link.fill(memoryview(data))
     return bytes(data)
 
