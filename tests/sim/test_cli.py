@@ -16,6 +16,7 @@ from sim_kit import BLOCK, chats, cluster_of
 from kvatlas.cli.main import main
 from kvatlas.cli.sim import show
 from kvatlas.demo.vocabulary import write_tokenizer
+from kvatlas.sim.report import LinkUse
 from kvatlas.sim.world import simulate
 
 
@@ -56,7 +57,7 @@ def test_a_report_for_people_and_one_for_machines(
 
 def test_people_see_what_the_busiest_links_carried() -> None:
     report = simulate(cluster_of(count=1), chats(3))
-    links = {f"node-{i} out": i * 1e9 for i in range(10)}
+    links = {f"node-{i} out": LinkUse(i * 1e9, i, 50e9) for i in range(10)}
     told = io.StringIO()
     show(msgspec.structs.replace(report, links=links), Console(file=told, width=100))
     assert "over node-9 out" in told.getvalue()

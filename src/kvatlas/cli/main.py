@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "live load on several configurations in turn: intervals, differences, the knee",
     "trace": "request traces: figures, generators, conversion, anonymising",
     "sim": "play a trace on a simulated cluster: latencies, hits, loads, before it is bought",
+    "matrix": "is a shared cache worth it: arrangements of the same devices under many workloads",
     "observe": "in front of or beside another router: what kvatlas would have gained there",
     "layout": "what a model's KV state consists of, and what it weighs",
     "devices": "accelerators and links that the time model knows",

@@ -264,7 +264,7 @@ def show(report: SimReport, console: Console) -> None:
             f" used, {tally.moved_bytes / 1e9:,.1f} GB; {tally.served:,} requests went by them and"
             f" saved {tally.measured_s:,.1f} s ({tally.predicted_s:,.1f} s predicted)",
         )
-    moved = [(size, name) for name, size in report.links.items() if size]
+    moved = [(use.moved_bytes, name) for name, use in report.links.items() if use.moved_bytes]
     for size_bytes, name in sorted(moved, reverse=True)[:_LINKS_SHOWN]:
         facts.add_row(f"over {name}", f"{size_bytes / 1e9:,.1f} GB")
     if len(moved) > _LINKS_SHOWN:

@@ -125,6 +125,15 @@ class EngineLoad(msgspec.Struct, frozen=True):
     busy: float
 
 
+class LinkUse(msgspec.Struct, frozen=True):
+    """One link over the run: bytes moved, seconds in which something was on its way, and what it
+    carries in a second."""
+
+    moved_bytes: float
+    busy_s: float
+    bytes_per_s: float
+
+
 class SimReport(msgspec.Struct, frozen=True):
     """The whole result; equal runs give equal reports, byte by byte."""
 
@@ -138,7 +147,7 @@ class SimReport(msgspec.Struct, frozen=True):
     preemptions: int
     evicted_blocks: int
     engines: tuple[EngineLoad, ...]
-    links: dict[str, float]
+    links: dict[str, LinkUse]
     pairs: PairCounts
     agents: dict[str, AgentUse]
     fallbacks: dict[str, int]

@@ -27,7 +27,7 @@ from kvatlas.sim.links import Fabric, LinkSpec
 from kvatlas.sim.network import Network
 from kvatlas.sim.pairs import PairedTiers, Pairs
 from kvatlas.sim.prompts import prompt_tokens
-from kvatlas.sim.report import Recorder, SimReport
+from kvatlas.sim.report import LinkUse, Recorder, SimReport
 from kvatlas.sim.tier_node import agent_of
 from kvatlas.sim.tier_spec import TierSpec
 from kvatlas.sim.tiers import Tiers
@@ -244,7 +244,10 @@ def simulate(
         preemptions=sum(load.preemptions for load in loads),
         evicted_blocks=sum(load.evicted_blocks for load in loads),
         engines=tuple(loads),
-        links={name: link.bytes_moved for name, link in world.fabric.links.items()},
+        links={
+            name: LinkUse(link.bytes_moved, link.busy_s, link.spec.bytes_per_s)
+            for name, link in world.fabric.links.items()
+        },
         pairs=world.pairs.counts,
         agents=world.tiers.use() if world.tiers is not None else {},
         fallbacks=recorder.fallbacks,

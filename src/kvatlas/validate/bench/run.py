@@ -16,13 +16,13 @@ import msgspec
 
 from kvatlas import __version__
 from kvatlas.errors import ConfigError, EngineError
+from kvatlas.report.statistics import share_interval
 from kvatlas.service import load
 from kvatlas.service.http import Headers
 from kvatlas.service.http_client import HttpClient, origin_of
 from kvatlas.service.load import LoadPlan, LoadResult, run_load
 from kvatlas.validate.bench.knee import RATE_MAX, RATE_MIN, STEPS_MAX, Knee, Search, Step
 from kvatlas.validate.bench.side import Side, hits_between
-from kvatlas.validate.bench.statistics import share_interval
 from kvatlas.validate.bench.texts import TOKENS_PER_WORD, Prompts
 from kvatlas.validate.bench.values import (
     ARMS_MAX,

@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 
 from kvatlas.report.latency import Timing, percentile
+from kvatlas.report.statistics import ROUNDS_MIN, Interval, interval
 from kvatlas.service.load import Record
-from kvatlas.validate.bench.statistics import ROUNDS_MIN, Interval, interval
 from kvatlas.validate.bench.values import Outcome, Round, Row
 
 REQUESTS_MIN = {50: 5, 95: 20}  # fewer in a round do not have such a percentile

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.report.latency import Slo, Timing, report, summarise
+from kvatlas.report.statistics import ROUNDS_MIN, interval, share_interval, student
 from kvatlas.service.load import Hits, LoadPlan, LoadResult, Record
 from kvatlas.validate.bench import words
 from kvatlas.validate.bench.knee import RATE_MAX, Search
-from kvatlas.validate.bench.statistics import ROUNDS_MIN, interval, share_interval, student
 from kvatlas.validate.bench.values import Arm, BenchPlan, Clean, EngineHits, Outcome, Round, Row
 from kvatlas.validate.bench.verdicts import METRICS, Difference, Findings, findings
 

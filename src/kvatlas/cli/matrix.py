@@ -1,0 +1,313 @@
+"""``kvatlas matrix``: is a shared cache worth it? Arrangements of the same devices × workloads."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import io
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvatlas import __version__
+from kvatlas.cli.output import check_output, json_bytes, progress, table_console, write_file
+from kvatlas.cli.trace_input import add_trace_options, opened
+from kvatlas.config import size_bytes
+from kvatlas.errors import ConfigError
+from kvatlas.report.latency import Slo
+from kvatlas.report.statistics import Interval
+from kvatlas.report.table import seconds
+from kvatlas.sim.cluster import default_cluster, load_cluster
+from kvatlas.sim.matrix import (
+    ARRANGEMENTS,
+    DEFAULT,
+    SEEDS_MAX,
+    Cell,
+    Name,
+    Setup,
+    Workload,
+    cells,
+    family,
+    offered,
+)
+from kvatlas.sim.matrix import (
+    run as run_matrix,
+)
+from kvatlas.sim.matrix_page import page
+from kvatlas.sim.matrix_table import Advice, Row, advise, rows
+from kvatlas.workload.presets import FAMILIES
+from kvatlas.workload.trace import Trace
+
+REQUESTS_MAX = 1_000_000
+_FAMILIES = ("random", "shared-prompt", "multi-turn", "agent")
+
+_EPILOG = """\
+Every arrangement gets the same requests at the same times on the same devices; where engines are
+split into prefill and decode, how many prefill is tried out first. Generated workloads are played
+once per seed; a trace of yours is played once, as it is. Objectives that you do not give are
+assumptions, and the result says so.
+
+examples:
+  kvatlas matrix                                    the four families on 8 × 2 H200
+  kvatlas matrix --trace mooncake_conversation.jsonl.xz --families none
+  kvatlas matrix --cluster cluster.toml --families agent --html matrix.html --json matrix.json
+
+exit status: 0 every request was answered, 1 some were not, 2 the input is at fault
+"""
+
+
+class Assumed(msgspec.Struct, frozen=True):
+    """A value that nobody gave."""
+
+    name: str
+    value: str
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The whole result, as JSON too."""
+
+    version: str
+    devices: int
+    slo: Slo
+    assumed: list[Assumed]
+    loads: dict[str, float | None]
+    advice: list[Advice]
+    rows: list[Row]
+    cells: list[Cell]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "matrix",
+        description="Simulate arrangements of the same devices under the same workloads.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add_trace_options(parser, name="--trace", seeds="claude-code: of the starts of sessions")
+    add("--families", default=",".join(_FAMILIES), metavar="LIST", help="%(default)s; or none")
+    add("--requests", type=int, metavar="N", help="of each workload (2,000; a trace: all)")
+    add("--seeds", type=int, default=5, metavar="N", help="of each family (%(default)s)")
+    add("--load", type=float, default=0.8, metavar="X", help="of families: engine seconds asked "
+        "per second and engine, were nothing cached (%(default)s)")  # fmt: skip
+    add("--time-scale", type=float, default=1.0, metavar="X", help="multiply the trace's times (1)")
+    add("--cluster", type=Path, metavar="FILE", help="cluster.toml: combined engines, no [tiers]")
+    add("--engines", type=int, metavar="N", help="engines of the default cluster (8)")
+    add("--arrangements", default=",".join(DEFAULT), metavar="LIST",
+        help=f"of {', '.join(ARRANGEMENTS)} (%(default)s)")  # fmt: skip
+    add("--prefill", type=int, default=0, metavar="N", help="prefill engines of P/D (tried out)")
+    add("--dram", default="1TB", metavar="SIZE", help="host memory for KV, per node (%(default)s)")
+    add("--store", default="100TB", metavar="SIZE", help="of the distributed store (%(default)s)")
+    add("--slo-ttft-s", type=float, metavar="S", help="objective: time to first token (2)")
+    add("--slo-tpot-s", type=float, metavar="S", help="objective: time per output token (0.05)")
+    add("--processes", type=int, default=min(8, os.cpu_count() or 1), metavar="N",
+        help="runs at a time (%(default)s)")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="write rows and cells as JSON")
+    add("--csv", type=Path, metavar="FILE", help="write a line per cell")
+    add("--html", type=Path, metavar="FILE", help="write the report as one page")
+    add("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in ("json", "csv", "html"):
+        others = [getattr(args, other) for other in ("json", "csv", "html") if other != name]
+        check_output(f"--{name}", getattr(args, name), args.trace, args.cluster, *others)
+    names = _arrangements(args.arrangements)
+    setup, assumed = _setup(args)
+    workloads = _workloads(args, setup)
+    with progress("runs", cells(setup, workloads, names), quiet=args.quiet) as on_cell:
+        found = run_matrix(setup, workloads, names, processes=args.processes, on_cell=on_cell)
+    result = Result(
+        version=__version__,
+        devices=setup.cluster.devices(),
+        slo=setup.slo,
+        assumed=assumed,
+        loads={workload.name: workload.load for workload in workloads},
+        advice=[advise(found, workload.name, names) for workload in workloads],
+        rows=rows(found),
+        cells=found,
+    )
+    show(result, table_console(150))
+    if args.json is not None:
+        write_file("--json", args.json, json_bytes(result))
+    if args.csv is not None:
+        write_file("--csv", args.csv, table(found).encode())
+    if args.html is not None:
+        write_file(
+            "--html", args.html, page(_head(result), result.advice, result.rows, found).encode()
+        )
+    return 1 if any(cell.figures["failed"] for cell in found) else 0
+
+
+def _arrangements(text: str) -> list[Name]:
+    names = [name.strip() for name in text.split(",")]
+    chosen = [name for name in ARRANGEMENTS if name in names]
+    unknown = set(names) - set(ARRANGEMENTS)
+    if unknown or not chosen:
+        raise ConfigError(
+            f"--arrangements {text!r}: unknown: {', '.join(sorted(unknown)) or 'none named'}: use "
+            f"{', '.join(ARRANGEMENTS)}"
+        )
+    return chosen
+
+
+def _setup(args: argparse.Namespace) -> tuple[Setup, list[Assumed]]:
+    """What all cells share, and what of it nobody gave."""
+    assumed = []
+    slo = {}
+    for name, otherwise in (("slo_ttft_s", 2.0), ("slo_tpot_s", 0.05)):
+        value = getattr(args, name)
+        if value is None:
+            assumed.append(Assumed(f"--{name.replace('_', '-')}", f"{otherwise:g} s"))
+        elif not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: seconds above 0 are needed")
+        slo[name] = otherwise if value is None else value
+    if args.cluster is not None and args.engines is not None:
+        raise ConfigError(
+            "--engines: the number of engines is in the cluster's file: leave one out"
+        )
+    if args.cluster is None:
+        cluster = default_cluster(engines=8 if args.engines is None else args.engines)
+        assumed.append(Assumed("--cluster", f"{len(cluster.members)} engines of two H200 each, "
+                               "DeepSeek V4 Flash"))  # fmt: skip
+    else:
+        cluster = load_cluster(args.cluster)
+    sizes = {}
+    for name in ("dram", "store"):
+        try:
+            sizes[name] = size_bytes(getattr(args, name))
+        except ConfigError as error:
+            raise ConfigError(f"--{name}: {error}") from error
+    objectives = Slo(slo["slo_ttft_s"], slo["slo_tpot_s"])
+    return Setup(cluster, sizes["dram"], sizes["store"], objectives, args.prefill), assumed
+
+
+def _workloads(args: argparse.Namespace, setup: Setup) -> list[Workload]:
+    if args.requests is not None and not 1 <= args.requests <= REQUESTS_MAX:
+        raise ConfigError(f"--requests {args.requests}: 1 to {REQUESTS_MAX:,} are possible")
+    if not 1 <= args.seeds <= SEEDS_MAX:
+        raise ConfigError(f"--seeds {args.seeds}: 1 to {SEEDS_MAX} are possible")
+    if not (math.isfinite(args.load) and 0 < args.load <= 100):
+        raise ConfigError(f"--load {args.load:g}: a number above 0, up to 100, is needed")
+    if not (math.isfinite(args.time_scale) and args.time_scale > 0):
+        raise ConfigError(f"--time-scale {args.time_scale:g}: a number above 0 is needed")
+    workloads = []
+    for name in [] if args.families == "none" else args.families.split(","):
+        shape = FAMILIES.get(name.strip())
+        if shape is None or name.strip() not in _FAMILIES:
+            raise ConfigError(f"--families {name!r}: use {', '.join(_FAMILIES)}, or none")
+        shape = msgspec.structs.replace(shape, requests=args.requests or 2000)
+        workloads.append(family(name.strip(), shape, setup, args.load, args.seeds))
+    if args.trace is not None:
+        workloads.append(_traced(args, setup))
+    if not workloads:
+        raise ConfigError("nothing to play: name a family, or give --trace FILE")
+    return workloads
+
+
+def _traced(args: argparse.Namespace, setup: Setup) -> Workload:
+    trace = opened(args)
+    requests = sum(1 for _ in trace)  # finds faults of the file before anything is simulated
+    limit = min(requests, args.requests or requests)
+    if not limit:
+        raise ConfigError(f"{args.trace}: no requests in it")
+    load = offered(setup, trace, limit, args.time_scale)
+    make = functools.partial(_opened, args)
+    return Workload(args.trace.name, make, limit, 0, load, args.time_scale)
+
+
+def _opened(args: argparse.Namespace, _seed: int) -> Trace:
+    return opened(args)
+
+
+# -- what is shown ------------------------------------------------------------------------------
+
+
+def show(result: Result, console: Console) -> None:
+    """The matrix for people: the advice first."""
+    for advice in result.advice:
+        console.print(advice.sentence, markup=False)
+    for workload, load in result.loads.items():
+        console.print(_table(result, workload, load))
+    for assumed in result.assumed:
+        console.print(f"assumed: {assumed.name} {assumed.value}", markup=False)
+
+
+def _table(result: Result, workload: str, load: float | None) -> Table:
+    asked = "" if load is None else f", load {load:.2f}"
+    made = Table(title=f"{workload}{asked}", title_justify="left")
+    made.add_column("arrangement")
+    for name in ("TTFT p50", "p95", "p99", "TPOT p50", "p95", "E2E p95", "goodput/s", "met"):
+        made.add_column(name, justify="right")
+    for name in ("hbm", "lower tiers", "computed", "prefill engines"):
+        made.add_column(name, justify="right")
+    for row in result.rows:
+        if row.workload != workload:
+            continue
+        shown = [
+            _time(row.figures[f"{name}_s"])
+            for name in ("ttft_p50", "ttft_p95", "ttft_p99", "tpot_p50", "tpot_p95", "e2e_p95")
+        ]
+        share = row.token_share
+        below = sum(share.get(tier, 0.0) for tier in ("dram", "disk", "object", "peer"))
+        goodput, met = row.figures["goodput_per_s"], row.figures["attained"]
+        made.add_row(
+            row.title,
+            *shown,
+            "" if goodput is None else f"{goodput.mean:.2f}",
+            "" if met is None else f"{met.mean:.1%}",
+            f"{share.get('hbm', 0.0):.1%}",
+            f"{below:.1%}",
+            f"{share.get('recomputed', 0.0):.1%}",
+            str(row.prefill_engines or ""),
+        )
+    return made
+
+
+def _time(value: Interval | None) -> str:
+    """A mean, and how far the interval goes to the side that is farther."""
+    if value is None:
+        return "-"
+    if value.low is None or value.high is None:
+        return seconds(value.mean)
+    off = max(value.mean - value.low, value.high - value.mean) / value.mean
+    return f"{seconds(value.mean)} ±{off:.0%}"
+
+
+def table(found: Sequence[Cell]) -> str:
+    """A line per cell: figures, hit tokens by tier, bytes moved."""
+    tiers = sorted({tier for cell in found for tier in cell.hit_tokens})
+    moves = sorted({move for cell in found for move in cell.moved_bytes})
+    out = io.StringIO()
+    writer = csv.writer(out)
+    figures = list(found[0].figures)
+    writer.writerow(
+        ["workload", "arrangement", "seed", "prefill_engines", *figures, "prompt_tokens"]
+        + [f"hit_tokens_{tier}" for tier in tiers]
+        + ["recomputed_tokens", "unserved_tokens", "output_tokens"]
+        + [f"bytes_{move.replace(' ', '_')}" for move in moves]
+    )
+    for cell in found:
+        writer.writerow(
+            [cell.workload, cell.arrangement, cell.seed, cell.prefill_engines]
+            + [cell.figures[name] for name in figures]
+            + [cell.prompt_tokens, *(cell.hit_tokens.get(tier, 0) for tier in tiers)]
+            + [cell.recomputed, cell.unserved, cell.output_tokens]
+            + [cell.moved_bytes.get(move, 0) for move in moves]
+        )
+    return out.getvalue()
+
+
+def _head(result: Result) -> list[str]:
+    """What the page says of itself."""
+    return [
+        f"kvatlas {result.version}, simulated: {result.devices} devices in all.",
+        *(f"Assumed, because nobody gave it: {a.name} {a.value}." for a in result.assumed),
+    ]

@@ -1,0 +1,151 @@
+"""The matrix as one page: the advice first, then each workload. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvatlas.report.axes import Axis
+from kvatlas.report.html import Markup, bullets, section, table
+from kvatlas.report.html import page as html_page
+from kvatlas.report.plots import Bars, bar_plot, distribution_plot
+from kvatlas.report.statistics import Interval
+from kvatlas.sim.matrix import ARRANGEMENTS, Cell
+from kvatlas.sim.matrix_table import FIGURES, Advice, Row
+
+_PATHS = {
+    "host": "between engines and host memory",
+    "disk read": "from disks",
+    "disk write": "to disks",
+    "in": "network cards, in",
+    "out": "network cards, out",
+    "inside": "between devices of one node",
+    "store": "the store",
+}
+
+
+def page(
+    head: Sequence[str], advice: Sequence[Advice], rows: Sequence[Row], cells: Sequence[Cell]
+) -> str:
+    """The whole file. ``head``: what was simulated, and what was assumed."""
+    workloads = list(dict.fromkeys(row.workload for row in rows))
+    sections = [section("What to take", bullets([each.sentence for each in advice]), *head)]
+    for workload in workloads:
+        of = [row for row in rows if row.workload == workload]
+        played = [cell for cell in cells if cell.workload == workload]
+        sections.append(_workload(workload, of, played))
+    return html_page("Is a shared cache worth it?", sections, subtitle=head[0] if head else "")
+
+
+def _workload(workload: str, rows: Sequence[Row], cells: Sequence[Cell]) -> Markup:
+    runs = rows[0].runs
+    note = (
+        f"Means over {runs} seeds; whiskers and brackets hold the true mean with 95 %."
+        if runs > 1
+        else "One run of each: no interval."
+    )
+    return section(
+        workload,
+        note,
+        _met(rows),
+        _distributions(cells),
+        _figures(rows),
+        _tokens(rows),
+        _moved(rows),
+        _paths(rows),
+        _counts(rows),
+    )
+
+
+def _met(rows: Sequence[Row]) -> Markup:
+    figures = [row.figures["attained"] for row in rows]
+    values = [None if of is None else of.mean * 100 for of in figures]
+    spans = [
+        None if of is None or of.low is None or of.high is None else (of.low * 100, of.high * 100)
+        for of in figures
+    ]
+    along = Axis("requests that met the objectives", "%", low=0, high=100)
+    return bar_plot("Objectives met", [r.title for r in rows], [Bars("met", values, spans)], along)
+
+
+def _distributions(cells: Sequence[Cell]) -> Markup:
+    """Of all seeds together; each run gives as many points."""
+    samples: dict[str, list[float]] = {}
+    for cell in cells:
+        samples.setdefault(ARRANGEMENTS[cell.arrangement].title, []).extend(cell.ttft_s)
+    axis = Axis("time to first token", "s", log=True)
+    return distribution_plot("Time to first token", list(samples.items()), axis)
+
+
+def _figures(rows: Sequence[Row]) -> Markup:
+    lines = [
+        [row.title, *(_said(name, row.figures[name]) for name in FIGURES), str(row.prefill_engines)]
+        for row in rows
+    ]
+    return table(["arrangement", *FIGURES.values(), "prefill engines"], lines, numbers_from=1)
+
+
+def _said(name: str, value: Interval | None) -> str:
+    if value is None:
+        return "not shown"
+    if name in ("attained", "hit_share"):
+        return _bracketed(value, 100, "%")
+    if name == "goodput_per_s":
+        return _bracketed(value, 1, "/s")
+    return _bracketed(value, 1000, "ms")
+
+
+def _bracketed(value: Interval, factor: float, unit: str) -> str:
+    said = f"{value.mean * factor:,.4g} {unit}"
+    if value.low is None or value.high is None:
+        return said
+    return f"{said} [{value.low * factor:,.4g}, {value.high * factor:,.4g}]"
+
+
+def _tokens(rows: Sequence[Row]) -> Markup:
+    """Where each prompt token came from: the shares add up to all of them."""
+    names = [name for name in rows[0].token_share if any(row.token_share[name] for row in rows)]
+    lines = [[row.title, *(f"{row.token_share[name]:.2%}" for name in names)] for row in rows]
+    caption = "Prompt tokens by where their state came from: each line is all tokens."
+    return table(["arrangement", *names], lines, numbers_from=1, caption=caption)
+
+
+def _moved(rows: Sequence[Row]) -> Markup:
+    names = sorted({name for row in rows for name in row.moved_bytes})
+    if not names:
+        return Markup("")
+    lines = [
+        [row.title, *(f"{row.moved_bytes.get(name, 0) / 1e9:,.1f}" for name in names)]
+        for row in rows
+    ]
+    caption = "GB moved per run, by what was done and the tier."
+    return table(["arrangement", *names], lines, numbers_from=1, caption=caption)
+
+
+def _paths(rows: Sequence[Row]) -> Markup:
+    lines = []
+    for row in rows:
+        duration = row.figures["duration_s"]
+        for name, use in row.paths.items():
+            if not use.moved_bytes or duration is None or not duration.mean:
+                continue
+            could = use.bytes_per_s * duration.mean
+            while_busy = use.moved_bytes / use.busy_s if use.busy_s else 0.0
+            lines.append(
+                [
+                    row.title,
+                    _PATHS.get(name, name),
+                    str(use.links),
+                    f"{use.moved_bytes / 1e9:,.1f}",
+                    f"{use.bytes_per_s / 1e9:,.0f}",
+                    f"{use.moved_bytes / could:.2%}",
+                    f"{while_busy / 1e9:,.1f}",
+                ]
+            )
+    heads = ["arrangement", "way", "ways", "GB", "GB/s of all", "used", "GB/s while busy, each"]
+    return table(heads, lines, numbers_from=2) if lines else Markup("")
+
+
+def _counts(rows: Sequence[Row]) -> Markup:
+    names = sorted({name for row in rows for name in row.counts})
+    lines = [[row.title, *(f"{row.counts.get(name, 0):,.0f}" for name in names)] for row in rows]
+    return table(["arrangement", *names], lines, numbers_from=1, caption="Counts per run.")

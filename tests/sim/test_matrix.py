@@ -1,0 +1,208 @@
+"""The matrix: the same requests on differently arranged devices, and what is made of that."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvatlas.cli.main import main
+from kvatlas.errors import ConfigError
+from kvatlas.report.latency import Slo
+from kvatlas.sim.cluster import default_cluster
+from kvatlas.sim.matrix import (
+    ARRANGEMENTS,
+    DEFAULT,
+    Cell,
+    Name,
+    Setup,
+    Workload,
+    arranged,
+    cells,
+    family,
+    offered,
+    run,
+)
+from kvatlas.sim.matrix_table import advise, difference, rows
+from kvatlas.workload.presets import FAMILIES
+
+
+def setup_of(engines: int = 3, prefill: int = 1) -> Setup:
+    cluster = default_cluster(engines=engines)
+    return Setup(cluster, 10**12, 10**14, Slo(0.2, 0.05), prefill)
+
+
+def workload_of(setup: Setup, *, requests: int = 40, seeds: int = 2, load: float = 1.0) -> Workload:
+    shape = msgspec.structs.replace(FAMILIES["agent"], requests=requests)
+    return family("agent", shape, setup, load, seeds)
+
+
+@pytest.fixture(scope="module")
+def played() -> list[Cell]:
+    setup = setup_of()
+    return run(setup, [workload_of(setup)], list(ARRANGEMENTS), processes=1)
+
+
+def test_every_arrangement_gets_the_same_requests(played: list[Cell]) -> None:
+    assert len(played) == len(ARRANGEMENTS) * 2
+    for seed in (0, 1):
+        of = [cell for cell in played if cell.seed == seed]
+        assert len({(cell.prompt_tokens, cell.output_tokens) for cell in of}) == 1
+    assert len({cell.prompt_tokens for cell in played}) == 2, "both seeds are the same workload"
+
+
+def test_tokens_by_source_add_up_to_all_of_them(played: list[Cell]) -> None:
+    for cell in played:
+        told = sum(cell.hit_tokens.values()) + cell.recomputed + cell.unserved
+        assert told == cell.prompt_tokens
+    for row in rows(played):
+        assert sum(row.token_share.values()) == pytest.approx(1.0)
+
+
+def test_what_is_arranged_is_what_moves(played: list[Cell]) -> None:
+    for cell in played:
+        arrangement = ARRANGEMENTS[cell.arrangement]
+        assert ("hand over" in cell.moved_bytes) == arrangement.pairs
+        assert any("dram" in name for name in cell.moved_bytes) == bool(arrangement.tiers)
+        assert any("object" in name for name in cell.moved_bytes) == (arrangement.tiers == "store")
+        assert cell.prefill_engines == (1 if arrangement.pairs else 0)
+        if arrangement.tiers:
+            assert cell.paths["host"].moved_bytes > 0
+            assert cell.paths["host"].links == 3
+            assert cell.paths["host"].busy_s > 0
+
+
+def test_equal_runs_give_equal_cells(played: list[Cell]) -> None:
+    setup = setup_of()
+    again = run(setup, [workload_of(setup)], ["combined", "pd-store"], processes=1)
+    assert again == [cell for cell in played if cell.arrangement in ("combined", "pd-store")]
+
+
+def test_a_split_is_tried_out_where_none_is_given() -> None:
+    setup = setup_of(engines=4, prefill=0)
+    workload = workload_of(setup, seeds=1)
+    told: list[None] = []
+    names: list[Name] = ["combined", "pd"]
+    found = run(setup, [workload], names, processes=1, on_cell=lambda: told.append(None))
+    assert len(told) == cells(setup, [workload], names) == 2 + 3
+    assert {c.arrangement: c.prefill_engines in (1, 2, 3) for c in found} == {
+        "combined": False,
+        "pd": True,
+    }
+
+
+def test_load_is_what_a_seed_really_asks_for() -> None:
+    setup = setup_of()
+    shape = msgspec.structs.replace(FAMILIES["random"], requests=300)
+    single = family("random", shape, setup, 0.5, 1)
+    assert single.load == pytest.approx(0.5, rel=0.2), "requests of their own come as fast as asked"
+    few = workload_of(setup, load=0.5)
+    assert few.load is not None
+    assert 0 < few.load < 0.5, "a few sessions take long, however fast they start"
+    assert offered(setup, single.make(3), 1, 1.0) is None
+
+
+def test_halves_and_tiers_are_put_where_they_belong() -> None:
+    setup = setup_of(engines=4)
+    made = arranged(setup, "pd-store", 1)
+    assert [m.role for m in made.members] == ["prefill", "decode", "decode", "decode"]
+    assert made.tiers is not None
+    assert made.tiers.object_bytes == 10**14
+    plain = arranged(setup, "combined-round-robin", 0)
+    assert plain.tiers is None
+    assert plain.router.policy == "round_robin"
+    with pytest.raises(ConfigError, match="leave their role out"):
+        Setup(
+            made if made.tiers is None else msgspec.structs.replace(made, tiers=None), 1, 1, Slo()
+        )
+    with pytest.raises(ConfigError, match="each half"):
+        setup_of(engines=2, prefill=2)
+
+
+def cell_of(name: Name, seed: int, attained: float, ttft_s: float) -> Cell:
+    figures: dict[str, float | None] = {"attained": attained, "ttft_p95_s": ttft_s}
+    return Cell("w", name, seed, 0, figures, {"hbm": 1}, 1, 0, 2, 1, {}, {}, {}, {}, ())
+
+
+def test_the_least_that_cannot_be_told_from_the_best_is_advised() -> None:
+    seeds = range(6)
+    found = [cell_of("combined-round-robin", s, 0.5 + s * 0.01, 2.0) for s in seeds]
+    found += [cell_of("combined", s, 0.9 + s * 0.001, 1.0) for s in seeds]
+    found += [cell_of("pd", s, 0.9 + s * 0.001 + (0.003 if s % 2 else -0.003), 1.0) for s in seeds]
+    advice = advise(found, "w", ["combined-round-robin", "combined", "pd"])
+    assert advice.take == "combined"
+    assert "no sure gain here: P/D" in advice.sentence
+    assert "6 seeds" in advice.sentence
+    gain = difference(found, "w", "combined", "combined-round-robin", "attained", more=True)
+    assert gain is not None
+    assert gain.better
+    same = difference(found, "w", "pd", "combined", "attained", more=True)
+    assert same is not None
+    assert same.better is None
+
+
+def test_equally_often_met_but_slower_is_not_advised() -> None:
+    found = [cell_of("combined-round-robin", s, 1.0, 2.0 + s * 0.01) for s in range(6)]
+    found += [cell_of("combined", s, 1.0, 1.0 + s * 0.01) for s in range(6)]
+    assert advise(found, "w", ["combined-round-robin", "combined"]).take == "combined"
+
+
+def test_one_run_says_that_it_is_one() -> None:
+    found = [cell_of("combined-round-robin", 0, 0.9, 1.0), cell_of("combined", 0, 0.901, 1.01)]
+    advice = advise(found, "w", ["combined-round-robin", "combined"])
+    assert advice.take == "combined-round-robin", "a thousandth of one run is no difference"
+    assert "one run" in advice.sentence
+
+
+def test_the_command_writes_page_table_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        "".join(
+            json.dumps(
+                {"timestamp": i * 100, "input_length": 1024, "output_length": 4, "hash_ids": [0, i]}
+            )
+            + "\n"
+            for i in range(1, 30)
+        )
+    )
+    page, table, told = (tmp_path / f"m.{end}" for end in ("html", "csv", "json"))
+    argv = ["matrix", "--trace", str(trace), "--families", "none", "--engines", "2", "--quiet"]
+    argv += ["--processes", "1", "--html", str(page), "--csv", str(table), "--json", str(told)]
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert "take " in shown
+    assert "assumed: --slo-ttft-s 2 s" in shown
+    result = json.loads(told.read_text())
+    assert [row["arrangement"] for row in result["rows"]] == list(DEFAULT)
+    assert {cell["prompt_tokens"] for cell in result["cells"]} == {29 * 1024}
+    lines = list(csv.DictReader(io.StringIO(table.read_text())))
+    assert [line["arrangement"] for line in lines] == list(DEFAULT)
+    assert "What to take" in page.read_text()
+    assert str(tmp_path) not in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--families", "none"], "nothing to play"),
+        (["--families", "nobody"], "use random"),
+        (["--arrangements", "pd,best"], "unknown: best"),
+        (["--slo-ttft-s", "0"], "seconds above 0"),
+        (["--load", "nan"], "a number above 0"),
+        (["--seeds", "0"], "1 to 100"),
+        (["--dram", "much"], "--dram"),
+        (["--engines", "1"], "two engines"),
+        (["--prefill", "8"], "each half"),
+        (["--trace", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_bad_input_is_named(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["matrix", "--requests", "10", "--seeds", "1", "--processes", "1", "--quiet"]
+    assert main([*argv, *more]) == 2
+    assert said in capsys.readouterr().err
