@@ -116,14 +116,21 @@ def _print(report: Report, console: Console, *, everything: bool) -> None:
 
 
 def _print_findings(findings: Iterable[Finding], console: Console) -> None:
+    """What has one reason, and nothing to compare, is told once."""
+    told: dict[object, list[Finding]] = {}
     for finding in findings:
-        head = f"[{_COLOURS[finding.status]}]{finding.check}[/] {finding.who}"
-        console.print(f"{head}: {finding.why}" if finding.why else head)
-        if finding.compared:
-            values = ", ".join(f"{name}: {value}" for name, value in finding.compared.items())
+        reason = (finding.who, finding.why, finding.change)
+        told.setdefault(len(told) if finding.compared else reason, []).append(finding)
+    for same in told.values():
+        first = same[0]
+        checks = ", ".join(dict.fromkeys(finding.check for finding in same))
+        console.print(f"[{_COLOURS[first.status]}]{checks}[/] {first.who}", end="")
+        console.print(f": {first.why}" if first.why else "", markup=False)
+        if first.compared:
+            values = ", ".join(f"{name}: {value}" for name, value in first.compared.items())
             console.print(f"    {values}", markup=False)
-        if finding.change:
-            console.print(f"    → {finding.change}", markup=False)
+        if first.change:
+            console.print(f"    → {first.change}", markup=False)
 
 
 def _print_score(score: Score, console: Console) -> None:

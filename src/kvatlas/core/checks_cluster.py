@@ -8,6 +8,8 @@ from kvatlas.core.check_facts import AgentFacts, EngineFacts, Facts, GatewayFact
 from kvatlas.core.checks_model import first_difference
 from kvatlas.core.findings import Finding, not_applicable, not_shown, ok, wrong
 
+_GATEWAY = ("gateway", "alarms", "workers", "fingerprint", "keys", "routed-hit")
+_AGENT = ("agent", "store-keys", "disk")
 _FULL_SHARE = 0.98  # of a disk tier's capacity: then each save drops something
 
 # -- events ---------------------------------------------------------------------------------------
@@ -71,11 +73,11 @@ def gateway(facts: Facts) -> Iterator[Finding]:
     """It answers, serves, and raises no alarm; it watches the engines that it is said to."""
     found = facts.gateway
     if found is None:
-        for check in ("gateway", "alarms", "routed-hit", "keys"):
+        for check in _GATEWAY:
             yield not_applicable(check, "gateway", "none was given")
         return
     if found.error:
-        for check in ("gateway", "alarms", "routed-hit", "keys"):
+        for check in _GATEWAY:
             yield not_shown(check, "gateway", found.error, "start it, or give its URL")
         return
     if not found.ready:
@@ -278,12 +280,15 @@ def _pair(pair: PairRow, rdma: dict[str, str]) -> Finding:
 
 def agents(facts: Facts) -> Iterator[Finding]:
     """Agents answer, make our keys, and their disks are well."""
-    if not facts.agents:
-        for check in ("agent", "store-keys", "disk"):
+    unknown = facts.gateway.error if facts.gateway is not None else ""
+    for check in _AGENT if not facts.agents else ():
+        if unknown:
+            yield not_shown(check, "agents", f"whether there are any is not known: {unknown}")
+        else:
             yield not_applicable(check, "agents", "there are none")
     for agent in facts.agents:
         if agent.error:
-            for check in ("agent", "store-keys", "disk"):
+            for check in _AGENT:
                 yield not_shown(check, agent.name, agent.error, "start it, or correct its URL")
             continue
         for problem, why in agent.alarms.items():

@@ -69,11 +69,13 @@ async def from_urls(
     workers: list[WorkerConfig] = []
     agents: list[AgentConfig] = []
     urls = {origin_of(url).authority: url.rstrip("/") for url in engines}
-    if gateway and not engines:
+    if gateway:
         front = Front(client, gateway, patience)
         await front.look()
-        urls = {row["worker"]: row["url"].rstrip("/") for row in front.rows}
-        agents = await _agents_of(client, gateway, set(urls), patience) if front.rows else []
+        rows = {n: row.url.rstrip("/") for n, row in front.facts.workers.items() if "#" not in n}
+        names = {url: name for name, url in rows.items()}
+        urls = {names.get(url, name): url for name, url in urls.items()} if engines else rows
+        agents = await _agents_of(client, gateway, set(rows), patience) if rows else []
     kinds = await asyncio.gather(*(kind_of(client, u, patience.answer_s) for u in urls.values()))
     for (name, url), kind in zip(urls.items(), kinds, strict=True):
         engine = "sglang" if kind == "sglang" else _SAMPLED
@@ -133,7 +135,7 @@ async def _asked(engines: Sequence[Examined]) -> dict[str, canaries.Prompt]:
     models = {engine.facts.model for engine in engines}
     for model in models:
         group = [engine for engine in engines if engine.facts.model == model]
-        block = max(engine.block_tokens for engine in group if engine.block_tokens < 1 << 20)
+        block = max(engine.block_tokens for engine in group)
         rooms = [e.facts.context_tokens for e in group if e.facts.context_tokens]
         why = ""
         for engine in group:
@@ -177,6 +179,7 @@ async def _through(
             made = {e.facts.name: own_keys(ring, e.facts, ids) for e in serving}
             front.note(own_keys={name: keys for name, keys in made.items() if keys is not None})
     if not counts:
+        await front.ask_text()
         await front.alarms()
 
 

@@ -21,6 +21,7 @@ ANSWER_TOKENS = 8
 _BLOCKS = 4
 _TOKENS_MIN, _TOKENS_MAX = 40, 2048
 _TRIES = 6
+_LOOSE_WORDS = 600
 _BODY_BYTES_MAX = 4 << 20
 _WORDS = (
     *("river", "stone", "garden", "winter", "letter", "music", "paper", "table", "window"),
@@ -126,6 +127,12 @@ async def made(target: Target, block_tokens: int, room_tokens: int) -> Prompt:
     if wanted <= len(ids) and (not room_tokens or len(ids) < room_tokens - ANSWER_TOKENS):
         return Prompt(text, ids)
     raise EngineError(f"{target.url}: no text of {wanted} tokens could be made")
+
+
+def loose() -> str:
+    """A fresh text of several blocks of whatever size, for a router whose engines nobody knows."""
+    words = (secrets.choice(_WORDS) for _ in range(_LOOSE_WORDS))
+    return " ".join((secrets.token_hex(4), *words))
 
 
 def packed(ids: tuple[int, ...]) -> bytes:

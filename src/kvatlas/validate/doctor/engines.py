@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from email.utils import parsedate_to_datetime
 
 import msgspec
 import zmq.asyncio
 
 from kvatlas.config import WorkerConfig
-from kvatlas.core.check_facts import EngineFacts, StreamFacts
+from kvatlas.core.check_facts import Asked, EngineFacts, StreamFacts
 from kvatlas.core.layout import Layout
 from kvatlas.errors import ConfigError, EngineError, LayoutError
 from kvatlas.service import identity, probe
@@ -20,6 +20,8 @@ from kvatlas.validate.counters import Counters, read
 from kvatlas.validate.doctor import canaries
 from kvatlas.validate.doctor.ear import Ear
 from kvatlas.workload.proofs import Proof, Runtime, settled
+
+_FAILURES_MAX = 2
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -121,15 +123,23 @@ class Examined:
             self.note(chat_error=str(error))
         target, ids, salt = self.target, shared.ids, f"kvatlas-doctor-{number}-{time.time_ns()}"
         own = shared.rotated(number)
-        asked = {"own": await target.complete(own, tokens=1)}
-        asked["fresh"] = await target.complete(ids)
-        asked["again"] = await target.complete(ids)
-        asked["salted"] = await target.complete(ids, salt=salt)
-        asked["salted again"] = await target.complete(ids, salt=salt)
-        asked["text"] = await target.complete(shared.text)
-        asked["chat"] = await target.chat(chat_text)
+        questions: dict[str, Callable[[], Awaitable[Asked]]] = {
+            "own": lambda: target.complete(own, tokens=1),
+            "fresh": lambda: target.complete(ids),
+            "again": lambda: target.complete(ids),
+            "salted": lambda: target.complete(ids, salt=salt),
+            "salted again": lambda: target.complete(ids, salt=salt),
+            "text": lambda: target.complete(shared.text),
+            "chat": lambda: target.chat(chat_text),
+        }
         if self.facts.chat_ids:
-            asked["chat ids"] = await target.complete(self.facts.chat_ids)
+            questions["chat ids"] = lambda: target.complete(self.facts.chat_ids)
+        asked: dict[str, Asked] = {}
+        for name, question in questions.items():
+            failed = [a.error for a in asked.values() if a.error]
+            # Who answers nothing is not waited for as often as there are questions.
+            in_vain = len(failed) >= _FAILURES_MAX
+            asked[name] = Asked(error=failed[0]) if in_vain else await question()
         self.own, self._shared = canaries.packed(own), canaries.packed(ids)
         self.note(
             canaries=canaries.told(asked),

@@ -47,7 +47,7 @@ class Front:
     def __init__(self, client: HttpClient, url: str, patience: Patience) -> None:
         self.url = url.rstrip("/")
         self.facts = GatewayFacts(self.url, own_version=kvatlas.__version__)
-        self.rows: list[dict[str, Any]] = []
+        self.models: list[str] = []
         self._client = client
         self._patience = patience
         self._late = False
@@ -59,9 +59,10 @@ class Front:
     async def look(self) -> None:
         """Its pages."""
         try:
-            await self._get("/v1/models")
-        except EngineError as error:
-            self.note(error=str(error))
+            cards = (await self._get("/v1/models"))["data"]
+            self.models = [str(card["id"]) for card in cards]
+        except (EngineError, KeyError, TypeError) as error:
+            self.note(error=f"{self.url}/v1/models: {error}")
             return
         try:
             rows = await self._get("/kvatlas/workers")
@@ -69,7 +70,6 @@ class Front:
             workers = {row["worker"]: _row(row) for row in rows}
         except (EngineError, KeyError, TypeError, AttributeError):
             return  # none of ours
-        self.rows = rows
         self.note(ours=True, version=version, workers=workers)
 
     async def alarms(self) -> None:
@@ -83,7 +83,7 @@ class Front:
             found: dict[str, dict[str, str]] = {}
             for problem, _, who in flags:
                 why = health["details"].get(problem)
-                text = why.get(who, "") if isinstance(why, dict) else str(why or "")
+                text = why.get(who, "") if isinstance(why, dict) and who else why or ""
                 found.setdefault(problem, {})[who or "gateway"] = str(text)
             self.note(
                 ready=bool(health["ready"]),
@@ -104,12 +104,26 @@ class Front:
             held = await self._until_held(model, prompt.ids, holders)
             self.note(ids=held, text=await self._keys(model, prompt.text))
         asked = {"fresh": await target.complete(ids)}
+        if asked["fresh"].error:
+            self.note(canaries={"fresh": asked["fresh"], "again": asked["fresh"]})
+            return
         if self.facts.ours and asked["fresh"].worker:
             await self._until_held(model, ids, [asked["fresh"].worker])
         asked["again"] = await target.complete(ids)
         self.note(canaries=canaries.told(asked))
         await self.alarms()
         await self._hand_over(target, prompt)
+
+    async def ask_text(self) -> None:
+        """The same text twice, where no engine is there to make token ids of it."""
+        if self.facts.error or not self.models:
+            return
+        target = canaries.Target(
+            self._client, self.url, self.models[0], deadline_s=self._patience.answer_s
+        )
+        text = canaries.loose()
+        asked = {"fresh": await target.complete(text), "again": await target.complete(text)}
+        self.note(canaries=canaries.told(asked))
 
     async def _hand_over(self, target: canaries.Target, prompt: canaries.Prompt) -> None:
         """More of them, until it is seen what the pairs go over that should go over RDMA."""
