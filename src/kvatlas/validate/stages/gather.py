@@ -29,7 +29,6 @@ from kvatlas.validate.stages.stagefile import Engine
 from kvatlas.validate.stages.values import Missing, excerpt
 
 _LOG_BYTES_MAX = 64 << 20
-_LOG_WAIT_S = 5.0
 _TRIED = 4  # prompts that are asked where one would do
 
 
@@ -120,7 +119,7 @@ async def stage_b(site: Site, baseline: Baseline) -> tuple[StageB, Figures]:
     await site.asker.ask(url, [0], "warm")
     phase = await site.phase(halves, url, range(len(site.prompts)), "b")
     ids = [reply.request_id for reply in phase.replies]
-    logs = {half.name: await _log(half, ids) for half in halves}
+    logs = {half.name: await _log(half, ids, file.requests.settle_s) for half in halves}
     transport = await site.watcher.transport_seen(prefill.name, decode.name)
     again = await site.asker.ask(url, range(len(site.prompts)), "b")
     load = await load_of(site.prompts, url, site.model, site.prompts.fresh(len(ids)))
@@ -142,11 +141,11 @@ async def stage_b(site: Site, baseline: Baseline) -> tuple[StageB, Figures]:
     return facts, figures_of(site, seen, load, again)
 
 
-async def _log(engine: Engine, ids: Sequence[str]) -> dict[str, str] | Missing:
+async def _log(engine: Engine, ids: Sequence[str], wait_s: float) -> dict[str, str] | Missing:
     """The line of each request id; logs are written a moment late."""
     if not engine.log:
         return Missing(f"{engine.name}: the stage file names no log of it")
-    path, until = Path(engine.log), time.monotonic() + _LOG_WAIT_S
+    path, until = Path(engine.log), time.monotonic() + wait_s
     while True:
         found = await asyncio.to_thread(_lines_of, path, ids)
         if isinstance(found, Missing) or len(found) == len(ids) or time.monotonic() > until:

@@ -6,7 +6,6 @@ tells it always. What cannot be read is left out, never guessed.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +37,7 @@ _LOCAL_CONNECTORS = (
     "KvatlasConnector",
     "KvatlasTieringConnector",
 )
+_CACHE_FACTS = ("block_size", "cache_dtype", "sliding_window", "prefix_caching_hash_algo")
 _HASHED_MAX = 2 << 20  # of a file of weights: its beginning, its end and its size
 
 
@@ -72,8 +72,10 @@ def _common(told: Description, worker: WorkerConfig) -> dict[str, str]:
         "block_tokens": str(told.block_tokens or ""),
         "pool_tokens": str(pool or ""),
     }
-    with contextlib.suppress(LayoutError, ConfigError, OSError):
+    try:
         found["layout"] = told_layout(worker, told, told.draft).digest()
+    except (LayoutError, ConfigError, OSError):  # its config is not here: what its cache tells
+        found["layout"] = ", ".join(f"{n} {facts[n]}" for n in _CACHE_FACTS if facts.get(n))
     return found
 
 

@@ -34,9 +34,11 @@ class Site:
         self.hooks = Hooks(file.hooks | file.read, timeout_s=file.requests.hook_s, own=own)
 
     async def open(self) -> None:
-        """Ask for the model. Raises EngineError where nobody says which there is."""
-        if not self.model:
-            self.model = await first_model(self.client, self.file.engine[0].url)
+        """See that all parts answer. Raises EngineError where one does not: nothing is shown."""
+        urls = [engine.url for engine in self.file.engine] + [g.url for g in self.file.gateway]
+        for url in urls:
+            found = await first_model(self.client, url)
+            self.model = self.model or found
         self.asker = Asker(self.client, self.prompts, self.model)
 
     def one(self, stage: str, *roles: str) -> Engine:
