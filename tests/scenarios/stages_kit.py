@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ from kvatlas.connectors.stub_api import StubApi
 from kvatlas.connectors.stub_bodies import metrics_text
 from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
 from kvatlas.connectors.stub_text import WordTokenizer
+from kvatlas.service.agent_front import DESCRIPTION
 from kvatlas.service.http import Request
 from kvatlas.service.http_reply import Reply
 from kvatlas.service.http_server import HttpServer
 from kvatlas.validate.stages.result import Result
 from kvatlas.validate.stages.run import Order, run_stage
 from kvatlas.validate.stages.stagefile import (
+    Agent,
     Engine,
     Gateway,
     Limits,
@@ -61,7 +63,8 @@ class Telling:
         self.name = name
         self.info: dict[str, Any] | None = copy.deepcopy(INFO)
         self.counts = True
-        self.logs = True
+        self.logged: Callable[[int], bool] = lambda number: True  # of its n-th request
+        self._number = 0
         self.log = folder / f"{name}.log"
         self.log.write_text("started\n")
         self._api = StubApi(engine, WordTokenizer())
@@ -82,7 +85,8 @@ class Telling:
             reply.send(*((200, [], text.encode()) if self.counts else (404, [])))
         else:
             name = request.header("x-request-id")
-            if self.logs and name:
+            self._number += bool(name)
+            if name and self.logged(self._number):
                 with self.log.open("a") as log:
                     log.write(f"Received request cmpl-{name}-0: params: …\n")
             await self._api.handle(request, reply)
@@ -100,6 +104,29 @@ class Telling:
             for source, count in by_source.items()
         ]
         return "\n".join(lines) + "\n"
+
+
+class StillAgent:
+    """An agent that has a little memory, and never does anything. ``tiers``: what it has."""
+
+    def __init__(self, *tiers: str) -> None:
+        self._tiers = tiers
+        self.server = HttpServer(self._handle)
+
+    async def _handle(self, request: Request, reply: Reply) -> None:
+        if request.path == DESCRIPTION:
+            reply.send_json(200, {"life": "1", "events": "", "replay": ""})
+            return
+        lines = ["kvatlas_agent_busy 0.0"]
+        for tier in self._tiers:
+            lines += [
+                f'kvatlas_agent_tier_held_bytes{{tier="{tier}"}} 0.0',
+                f'kvatlas_agent_tier_capacity_bytes{{tier="{tier}"}} 100.0',
+            ]
+        reply.send(200, [], "\n".join(lines).encode() + b"\n")
+
+    def described(self, name: str) -> Agent:
+        return Agent(name, f"http://127.0.0.1:{self.server.port}")
 
 
 class Stubs:

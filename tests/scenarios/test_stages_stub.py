@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from stages_kit import DECLARED, REQUESTS, Stubs, replaced, status, stubs, why
+from stages_kit import DECLARED, REQUESTS, StillAgent, Stubs, replaced, status, stubs, why
 
 from kvatlas.connectors.child import free_ports
 from kvatlas.errors import ConfigError
-from kvatlas.validate.stages.result import Result, load_result, path_of
+from kvatlas.validate.stages.result import Previous, Result, load_result, path_of
 from kvatlas.validate.stages.run import Order, run_stage
 from kvatlas.validate.stages.stagefile import Engine
 
@@ -110,7 +112,7 @@ async def test_engines_that_tell_little_are_not_shown(site: Stubs) -> None:
     assert (await site.stage_a()).passed
     for name in "pd":
         site.engines[name].info = None
-        site.engines[name].logs = False
+        site.engines[name].logged = lambda number: False
         site.engines[name].counts = False
     found = await site.stage_b()
     hidden = {p for p, s in status(found).items() if s == "not shown"}
@@ -132,12 +134,10 @@ async def test_engines_that_tell_little_are_not_shown(site: Stubs) -> None:
 
 async def test_a_request_that_one_log_does_not_name_is_red(site: Stubs) -> None:
     await site.stage_a()
-    half = site.engines["d"]
-    half.logs = False
-    half.log.write_text("Received request cmpl-stage-1: params\n")
+    site.engines["d"].logged = lambda number: bool(number % 2)
     found = await site.stage_b()
-    assert status(found)["b.request_ids"] == "not shown"  # of none of them: it logs none
-    assert why(found, "b.request_ids")
+    assert status(found)["b.request_ids"] == "fail"
+    assert "3 of 6 request ids" in why(found, "b.request_ids")
 
 
 async def test_tiny_samples_show_nothing(site: Stubs) -> None:
@@ -186,29 +186,52 @@ async def test_stages_build_on_what_is_there_and_unchanged(site: Stubs) -> None:
         await run_stage(Order("c", site.folder), site.file(site.engines["c"].described()))
 
 
-async def test_host_memory_and_stores_that_are_not_there_never_pass(site: Stubs) -> None:
-    """Stages C and D on engines that have neither, nor an agent, nor a hook."""
+async def test_host_memory_and_stores_that_do_nothing_never_pass(site: Stubs) -> None:
+    """Stages C and D on engines that save nowhere, with agents that hold nothing, and no hook."""
     await site.stage_a()
     await site.stage_b()
     one, two = site.engines["c"], site.engines["d"]
-    third = await run_stage(Order("c", site.folder), site.file(one.described(), gateway=()))
-    found = status(third)
-    assert (found["c.hits"], found["c.hbm_released"]) == ("fail", "fail")
-    assert (found["c.host_memory"], found["c.bandwidth"]) == ("not shown", "not shown")
-    path_of(site.folder, "c").write_bytes(_passed(third))
-    file = site.file(
-        one.described(),
-        Engine(two.name, two.url, agent=""),
-        gateway=(),
-    )
+    agents = [StillAgent("dram"), StillAgent("dram", "object")]
+    async with AsyncExitStack() as stack:
+        for agent in agents:
+            await agent.server.start("127.0.0.1", 0)
+            stack.push_async_callback(agent.server.close)
+        nodes = tuple(a.described(f"n-{i}") for i, a in enumerate(agents))
+        near = Engine(one.name, one.url, agent="n-0")
+        third = await run_stage(
+            Order("c", site.folder), site.file(near, gateway=(), agent=nodes[:1])
+        )
+        found = status(third)
+        red = ("c.hits", "c.hbm_released", "c.host_memory", "c.bandwidth")
+        assert [found[point] for point in red] == ["fail"] * len(red)
+        path_of(site.folder, "c").write_bytes(as_if_passed(third))
+        file = site.file(near, Engine(two.name, two.url, agent="n-1"), gateway=(), agent=nodes)
+        fourth = await run_stage(Order("d", site.folder), file)
+    found = status(fourth)
+    passed = {point for point, s in found.items() if s == "pass"}
+    assert passed == {"d.frozen"}
+    assert {point for point, s in found.items() if s == "fail"} == {"d.across"}
+    assert "no hook store_heal" in why(fourth, "d.partition")
+    assert "store.ttl_s is 0" in why(fourth, "d.ttl")
+    assert "store.fill_prompts is 0" in why(fourth, "d.eviction")
+    assert "role = stranger" in why(fourth, "d.fingerprint")
+
+
+async def test_two_engines_of_one_node_share_no_store(site: Stubs) -> None:
+    await site.stage_a()
+    kept = load_result(path_of(site.folder, "a"))
+    for stage, before in (("b", "a"), ("c", "b")):
+        older = load_result(path_of(site.folder, before))  # type: ignore[arg-type]
+        made = msgspec.structs.replace(
+            kept, stage=stage, baseline=None, previous=Previous(older.stage, older.digest)
+        )
+        path_of(site.folder, stage).write_bytes(as_if_passed(made))  # type: ignore[arg-type]
+    engines = [site.engines[name].described() for name in "cd"]
     with pytest.raises(ConfigError, match=r"on nodes of their own"):
-        await run_stage(Order("d", site.folder), file)
+        await run_stage(Order("d", site.folder), site.file(*engines, gateway=()))
 
 
-def _passed(result: Result) -> bytes:
-    """As if it had passed."""
-    import msgspec
-
+def as_if_passed(result: Result) -> bytes:
     verdicts = tuple(msgspec.structs.replace(v, status="pass") for v in result.verdicts)
     return msgspec.json.encode(msgspec.structs.replace(result, verdicts=verdicts).sealed())
 

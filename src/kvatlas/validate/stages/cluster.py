@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import msgspec
+
 import kvatlas
 from kvatlas.connectors.child import Child, free_ports, stop_all
 from kvatlas.connectors.vllm_cpu import VLLM, VllmEngine, installed
@@ -64,7 +66,9 @@ _NOT_HERE = {
 _WAIT_S = 60.0
 
 
-def run_cluster(upto: Stage, out: Path, *, venv: Path) -> Iterator[Result]:
+def run_cluster(
+    upto: Stage, out: Path, *, venv: Path, requests: Requests = REQUESTS
+) -> Iterator[Result]:
     """The results of all stages up to ``upto``, as they come; it ends with the first that did not
     pass. Raises ConfigError where the engines are not there, EngineError where one does not start.
     """
@@ -75,6 +79,7 @@ def run_cluster(upto: Stage, out: Path, *, venv: Path) -> Iterator[Result]:
         for stage in STAGES[: STAGES.index(upto) + 1]:
             with _Parts(Path(folder) / stage, model, venv) as parts:
                 file, own = _STAGES[stage](parts)
+                file = msgspec.structs.replace(file, requests=requests)
                 result = asyncio.run(run_stage(Order(stage, out), file, own=own))
             yield result
             if not result.passed:
