@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvatlas.report.axes import Axis
 from kvatlas.report.html import Markup, bullets, section, table
@@ -28,7 +28,7 @@ def page(
 ) -> str:
     """The whole file. ``head``: what was simulated, and what was assumed."""
     workloads = list(dict.fromkeys(row.workload for row in rows))
-    sections = [section("What to take", bullets([each.sentence for each in advice]), *head)]
+    sections = [section("What to take", bullets([each.sentence for each in advice]), *head[1:])]
     for workload in workloads:
         of = [row for row in rows if row.workload == workload]
         played = [cell for cell in cells if cell.workload == workload]
@@ -37,12 +37,15 @@ def page(
 
 
 def _workload(workload: str, rows: Sequence[Row], cells: Sequence[Cell]) -> Markup:
-    runs = rows[0].runs
-    note = (
-        f"Means over {runs} seeds; whiskers and brackets hold the true mean with 95 %."
-        if runs > 1
-        else "One run of each: no interval."
-    )
+    runs, met = rows[0].runs, rows[0].figures["attained"]
+    note = "One run of each: no interval." if runs == 1 else f"Means over {runs} seeds"
+    if runs > 1:
+        told = met is not None and met.low is not None
+        note += (
+            "; whiskers and brackets hold the true mean with 95 %."
+            if told
+            else ": too few for intervals."
+        )
     return section(
         workload,
         note,
@@ -77,11 +80,24 @@ def _distributions(cells: Sequence[Cell]) -> Markup:
 
 
 def _figures(rows: Sequence[Row]) -> Markup:
-    lines = [
-        [row.title, *(_said(name, row.figures[name]) for name in FIGURES), str(row.prefill_engines)]
-        for row in rows
-    ]
-    return table(["arrangement", *FIGURES.values(), "prefill engines"], lines, numbers_from=1)
+    def cell(row: Row, name: str) -> str:
+        return _said(name, row.figures[name])
+
+    lines = _lines(rows, FIGURES, cell)
+    split = ["engines that prefill", *(str(row.prefill_engines or "-") for row in rows)]
+    return _across(rows, [*lines, split])
+
+
+def _across(rows: Sequence[Row], lines: Sequence[Sequence[str]], caption: str = "") -> Markup:
+    """A column per arrangement."""
+    heads = ["", *(row.title for row in rows)]
+    return table(heads, lines, numbers_from=1, caption=caption) if lines else Markup("")
+
+
+def _lines(
+    rows: Sequence[Row], names: Mapping[str, str], cell: Callable[[Row, str], str]
+) -> list[list[str]]:
+    return [[said, *(cell(row, name) for row in rows)] for name, said in names.items()]
 
 
 def _said(name: str, value: Interval | None) -> str:
@@ -104,21 +120,19 @@ def _bracketed(value: Interval, factor: float, unit: str) -> str:
 def _tokens(rows: Sequence[Row]) -> Markup:
     """Where each prompt token came from: the shares add up to all of them."""
     names = [name for name in rows[0].token_share if any(row.token_share[name] for row in rows)]
-    lines = [[row.title, *(f"{row.token_share[name]:.2%}" for name in names)] for row in rows]
-    caption = "Prompt tokens by where their state came from: each line is all tokens."
-    return table(["arrangement", *names], lines, numbers_from=1, caption=caption)
+    lines = _lines(rows, _same(names), lambda row, name: f"{row.token_share[name]:.2%}")
+    caption = "Prompt tokens by where their state came from: a column is all tokens."
+    return _across(rows, lines, caption)
 
 
 def _moved(rows: Sequence[Row]) -> Markup:
     names = sorted({name for row in rows for name in row.moved_bytes})
-    if not names:
-        return Markup("")
-    lines = [
-        [row.title, *(f"{row.moved_bytes.get(name, 0) / 1e9:,.1f}" for name in names)]
-        for row in rows
-    ]
-    caption = "GB moved per run, by what was done and the tier."
-    return table(["arrangement", *names], lines, numbers_from=1, caption=caption)
+    lines = _lines(rows, _same(names), lambda row, n: f"{row.moved_bytes.get(n, 0) / 1e9:,.1f}")
+    return _across(rows, lines, "GB moved per run, by what was done and the tier.")
+
+
+def _same(names: Sequence[str]) -> dict[str, str]:
+    return {name: name for name in names}
 
 
 def _paths(rows: Sequence[Row]) -> Markup:
@@ -147,5 +161,5 @@ def _paths(rows: Sequence[Row]) -> Markup:
 
 def _counts(rows: Sequence[Row]) -> Markup:
     names = sorted({name for row in rows for name in row.counts})
-    lines = [[row.title, *(f"{row.counts.get(name, 0):,.0f}" for name in names)] for row in rows]
-    return table(["arrangement", *names], lines, numbers_from=1, caption="Counts per run.")
+    lines = _lines(rows, _same(names), lambda row, name: f"{row.counts.get(name, 0):,.0f}")
+    return _across(rows, lines, "Counts per run.")
