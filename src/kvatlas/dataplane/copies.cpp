@@ -326,7 +326,7 @@ class Source {
     double set_at_ = -1;
 };
 
-constexpr size_t CHUNK = 256 << 10;  // received and summed at once: half of it is still near
+constexpr size_t CHUNK = 64 << 10;  // received and summed at once: it is still near then
 
 [[noreturn]] void told(const Source::Ended &ended) {
     if (ended.why == ETIMEDOUT) {
