@@ -2,9 +2,10 @@
 
 Values of 1 MiB and of V4 Flash's body (985,664 bytes per 256 tokens), 32 at a time, in alternating
 rounds. Our side verifies every byte by checksum, the other side does not. Valkey: a raw socket that
-reads into one buffer, and valkey-py. Peer: a bare socket between two processes. Mooncake: its own
-client, from as many threads and in one batch. S3: obstore alone against the same server (moto,
-Python, slow: it shows what we add, not what S3 can do).
+reads into one buffer, and valkey-py. Peer: a bare socket between two processes, one stream that
+fills the same places. Mooncake: its own client, from as many threads and in one batch, and once
+more from a thread that gives way while it waits, as ours do. S3: obstore alone against the same
+server (moto, Python, slow: it shows what we add, not what S3 can do).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import socket
 import statistics
 import struct
@@ -30,7 +32,7 @@ from rich.table import Table
 from benchmarks.dataplane import finished
 from benchmarks.peers import ROOT
 from kvatlas.dataplane.arena import Arena
-from kvatlas.dataplane.tiers import mooncake, peer, valkey
+from kvatlas.dataplane.tiers import mooncake, mooncake_client, peer, valkey
 from kvatlas.dataplane.tiers.base import Piece, Store
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES
 
@@ -288,6 +290,7 @@ def _mooncake(
     sizes = [size] * COUNT
     client.batch_put_from(keys, sources, sizes)
     pool = ThreadPoolExecutor(settings.threads)
+    yielding = ThreadPoolExecutor(1, initializer=os.nice, initargs=(mooncake_client.WAIT_NICE,))
 
     def threads_get() -> None:
         if list(pool.map(client.get_into, keys, targets, sizes)) != sizes:
@@ -302,6 +305,11 @@ def _mooncake(
             client.remove(key, True)
         list(pool.map(client.put_from, keys, sources, sizes))
 
+    def batch_put() -> None:
+        for key in keys:
+            client.remove(key, True)
+        client.batch_put_from(keys, sources, sizes)
+
     def ours_put() -> None:
         store.delete([piece.name for piece in _pieces(arena, size, 0)])
         finished(store.write, _pieces(arena, size, 0))
@@ -312,11 +320,17 @@ def _mooncake(
                 "kvatlas": _reads(store, arena, size),
                 "client, 4 threads": threads_get,
                 "client, one batch": batch_get,
+                "client, one batch, giving way": lambda: yielding.submit(batch_get).result(),
             },
-            "put": {"kvatlas, deleting first": ours_put, "client, 4 threads": threads_put},
+            "put": {
+                "kvatlas, deleting first": ours_put,
+                "client, 4 threads": threads_put,
+                "client, one batch": batch_put,
+            },
         }
     finally:
         pool.shutdown()
+        yielding.shutdown()
         store.close()
         rig.kill()
         rig.arena.close()
