@@ -440,3 +440,12 @@ def test_the_sign_test() -> None:
     assert chance(5, 0) == 1 / 32
     assert chance(4, 4) > 0.5
     assert chance(22, 8) < 0.05 < chance(19, 11)
+
+
+def test_a_foreign_gateways_fallback_is_seen_in_the_counters() -> None:
+    """It says nothing of steps; but the half that is left has computed the prompts."""
+    facts = SOUND["b"]()
+    for computed, verdict in ((4 * PROMPT, "pass"), (4 * 32, "not shown")):
+        left = counted("d", 0, computed_tokens=computed)
+        trial = Phase(replies(4), (left,))
+        assert verdicts(change(facts, trial=trial), "b")["b.fallback"].status == verdict

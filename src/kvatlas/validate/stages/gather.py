@@ -135,7 +135,7 @@ async def stage_b(site: Site, baseline: Baseline) -> tuple[StageB, Figures]:
         logs=logs,
         shared=await site.watcher.shared_tiers(),
         block_tokens=int(block) if block.isdecimal() else 0,
-        trial=await _backend_trial(site, halves, url),
+        trial=await _backend_trial(site, url),
         samples_min=file.requests.samples_min,
     )
     return facts, figures_of(site, seen, load, again)
@@ -175,17 +175,17 @@ def _lines_of(path: Path, ids: Sequence[str]) -> dict[str, str] | Missing:
     return found
 
 
-async def _backend_trial(site: Site, halves: Sequence[Engine], url: str) -> Phase | Missing:
-    """Requests while the backend fails; a half that is gone counts nothing, so nothing is asked."""
+async def _backend_trial(site: Site, url: str) -> Phase | Missing:
+    """Requests while the backend fails, and what engines other than prefill halves computed."""
     why = await site.hooks.run("backend_fail")
     if why is not None:
         return why
     try:
-        replies = await site.asker.ask(url, range(min(_TRIED, len(site.prompts))), "trial")
+        left = site.file.engines("decode", "combined")
+        return await site.phase(left, url, range(min(_TRIED, len(site.prompts))), "trial")
     finally:
         if "backend_heal" in site.hooks:
             await site.hooks.run("backend_heal")
-    return Phase(replies)
 
 
 async def stage_c(site: Site, baseline: Baseline) -> tuple[StageC, Figures]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvatlas.core.transports import Moved
-from kvatlas.validate.stages.facts import EngineFacts, StageB
+from kvatlas.validate.counters import Counters
+from kvatlas.validate.stages.facts import Counted, EngineFacts, StageB
 from kvatlas.validate.stages.rules import (
     frozen,
     known,
@@ -199,13 +200,28 @@ def _fallback(facts: StageB) -> Finding:
     found = right(trial.replies, facts.baseline.answers, samples_min=1)
     if found.status != "pass":
         return found
-    fell = [r for r in trial.replies if r.fallback or not r.prefilled_by]
     steps = sorted({r.fallback for r in trial.replies if r.fallback})
-    if not fell:
-        return hidden("every request was split all the same: the backend did not fail")
-    if not steps:
-        return hidden("nothing tells what these requests fell back to", answers=len(fell))
-    return passed(answers=len(trial.replies), fell_back=len(fell), steps=steps)
+    asked = prompt_tokens(trial.replies)
+    computed = sum(_computed(counted) for counted in trial.engines)
+    evidence = {
+        "answers": len(trial.replies),
+        "steps": steps,
+        "prompt_tokens": asked,
+        "computed_without_prefill_half": computed,
+    }
+    if steps or (asked and computed > asked / 2):
+        return passed(**evidence)
+    return hidden(
+        "neither the gateway nor the counters of what is left tell that these requests were not"
+        " split: perhaps the backend did not fail",
+        **evidence,
+    )
+
+
+def _computed(counted: Counted) -> int:
+    """Prompt tokens that an engine computed; 0 where it does not tell."""
+    counters = counted.counters
+    return (counters.computed_tokens or 0) if isinstance(counters, Counters) else 0
 
 
 def _samples(facts: StageB) -> Finding:
@@ -294,8 +310,8 @@ B: tuple[Rule[StageB], ...] = (
             "fallback",
             "5.B 7",
             "on failure Combined or recompute, never partial state",
-            "requests while the hook backend_fail holds: the baseline's answers, and which step"
-            " down they took",
+            "requests while the hook backend_fail holds: the baseline's answers, and the steps down"
+            " that the gateway tells, or what the other engines computed",
         ),
         _fallback,
     ),
