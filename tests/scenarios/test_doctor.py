@@ -14,11 +14,13 @@ import pytest
 from kvatlas.cli import doctor as command
 from kvatlas.cli.main import main
 from kvatlas.errors import ConfigError
+from kvatlas.service.assembly import RANK_HEADER
 from kvatlas.service.http import Request
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.http_reply import Reply
 from kvatlas.service.http_server import HttpServer
 from kvatlas.validate.doctor import Cluster, Report, examine, from_config, from_urls
+from kvatlas.validate.doctor.canaries import Target
 from kvatlas.validate.doctor.engines import Patience
 from kvatlas.validate.doctor.plants import PLANTS, Plant
 from kvatlas.validate.doctor.selftest import self_test
@@ -236,6 +238,24 @@ async def test_a_gateway_of_somebody_else(client: HttpClient) -> None:
     assert status(report, "routed-hit") == {"ok"}
     assert status(report, "keys") == status(report, "alarms") == {"not applicable"}
     assert "wrong" not in report.counts
+
+
+async def test_of_several_ranks_the_first_is_asked_each_time(client: HttpClient) -> None:
+    ranks: list[str] = []
+
+    async def handle(request: Request, reply: Reply) -> None:
+        ranks.append(request.header(RANK_HEADER))
+        reply.send_json(200, {"choices": [{"text": "a"}]})
+
+    server = HttpServer(handle)
+    await server.start("127.0.0.1", 0)
+    try:
+        one = Target(client, f"http://127.0.0.1:{server.port}", "m")
+        assert (await one.complete((1, 2))).text == "a"
+        await msgspec.structs.replace(one, ranks=2).complete((1, 2))
+    finally:
+        await server.close()
+    assert ranks == ["", "0"]
 
 
 async def test_pages_of_a_gateway_that_are_none(client: HttpClient) -> None:

@@ -72,7 +72,7 @@ async def from_urls(
     if gateway:
         front = Front(client, gateway, patience)
         await front.look()
-        rows = {n: row.url.rstrip("/") for n, row in front.facts.workers.items() if "#" not in n}
+        rows = {name: row.url.rstrip("/") for name, row in front.facts.workers.items()}
         names = {url: name for name, url in rows.items()}
         urls = {names.get(url, name): url for name, url in urls.items()} if engines else rows
         agents = await _agents_of(client, gateway, set(rows), patience) if rows else []

@@ -13,6 +13,7 @@ import msgspec
 
 from kvatlas.core.check_facts import Asked
 from kvatlas.errors import EngineError
+from kvatlas.service.assembly import RANK_HEADER
 from kvatlas.service.chat_messages import Dialect, Unkeyable
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.verify import CHAT, COMPLETION, questions_for, to_bytes
@@ -44,13 +45,15 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Who is asked: an engine, or a router."""
+    """Who is asked: an engine, or a router. ``ranks``: of an engine with several data-parallel
+    ones the first is asked, so that it is the same one each time."""
 
     client: HttpClient
     url: str
     model: str
     dialect: Dialect = "vllm"
     deadline_s: float = 10.0
+    ranks: int = 1
 
     async def complete(
         self, prompt: str | tuple[int, ...], *, salt: str = "", tokens: int = ANSWER_TOKENS
@@ -89,6 +92,8 @@ class Target(msgspec.Struct, frozen=True):
         if salt:
             fields["cache_salt"] = salt
         headers = [(b"content-type", b"application/json")]
+        if self.ranks > 1:
+            headers.append((RANK_HEADER.encode(), b"0"))
         try:
             answer = await self.client.request(
                 "POST",

@@ -73,7 +73,9 @@ class Examined:
         except EngineError as error:
             self.note(error=str(error))
             return
-        self.target = msgspec.structs.replace(self.target, model=told.models[0])
+        self.target = msgspec.structs.replace(
+            self.target, model=told.models[0], ranks=len(told.sources)
+        )
         self.note(
             kind=told.engine if told.engine != "stub" else "vllm",
             version=told.version,

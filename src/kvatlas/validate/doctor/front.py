@@ -38,7 +38,15 @@ _TIERS = (
     "kvatlas_agent_store_events_total",
 )
 # What a disk's store counts when it is not well (`dataplane.tiers.disk`, `work`).
-_FAULTS = ("fault", "hanging", "commit_failed", "catalogue_lost", "read_io", "write_io")
+_FAULTS = (
+    "fault",
+    "hanging",
+    "commit_failed",
+    "catalogue_lost",
+    "read_io",
+    "write_io",
+    "read_damaged",
+)
 
 
 class Front:
@@ -67,7 +75,7 @@ class Front:
         try:
             rows = await self._get("/kvatlas/workers")
             version = (await self._get("/version"))["version"]
-            workers = {row["worker"]: _row(row) for row in rows}
+            workers = {row["worker"]: _row(row) for row in rows if not _rank(row["worker"])}
         except (EngineError, KeyError, TypeError, AttributeError):
             return  # none of ours
         self.note(ours=True, version=version, workers=workers)
@@ -108,7 +116,7 @@ class Front:
             self.note(canaries={"fresh": asked["fresh"], "again": asked["fresh"]})
             return
         if self.facts.ours and asked["fresh"].worker:
-            await self._until_held(model, ids, [asked["fresh"].worker])
+            await self._until_held(model, ids, [asked["fresh"].worker.partition("#")[0]])
         asked["again"] = await target.complete(ids)
         self.note(canaries=canaries.told(asked))
         await self.alarms()
@@ -157,11 +165,19 @@ class Front:
         try:
             told = await self._client.post_json(url, body, timeout_s=self._patience.answer_s)
             workers = told["workers"]
+            held: dict[str, int] = {}
+            for name, row in workers.items():  # an engine has what any rank of it has
+                engine = name.partition("#")[0]
+                held[engine] = max(held.get(engine, 0), row.get("resume_tokens", 0))
             return KeyFacts(
                 unkeyed=told["unkeyed"],
                 prompt_tokens=told["prompt_tokens"],
-                keys={name: tuple(row["keys"]) for name, row in workers.items() if "keys" in row},
-                resume_tokens={name: row.get("resume_tokens", 0) for name, row in workers.items()},
+                keys={
+                    name: tuple(row["keys"])
+                    for name, row in workers.items()
+                    if "keys" in row and not _rank(name)
+                },
+                resume_tokens=held,
             )
         except (EngineError, KeyError, TypeError, AttributeError) as error:
             return KeyFacts(error=f"{url}: {error}")
@@ -231,6 +247,11 @@ def _tiers(page: str) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
         elif tier == "disk" and labels.get("event") in _FAULTS and value > 0:
             faults[labels["event"]] = int(value)
     return tiers, faults
+
+
+def _rank(name: str) -> str:
+    """Of a data-parallel rank other than the first; "" of that."""
+    return name.partition("#")[2]
 
 
 def _row(row: dict[str, Any]) -> WorkerRow:
