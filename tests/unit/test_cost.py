@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
-from kvatlas.core.cost import PRIOR_LATENCY_S, EngineCost, Parts, PoolCost, Work
+from kvatlas.core.cost import PRIOR_LATENCY_S, EngineCost, Line, Parts, PoolCost, Work
 from kvatlas.core.layout import Component, Compute, Group, Layout, Rule
 from kvatlas.core.measured import Answer, Measured
 from kvatlas.workload.profiles import prefill_flops_per_s
@@ -125,6 +126,31 @@ def test_noise_does_not_move_the_estimates() -> None:
     assert error(cost) < 0.06
 
 
+def bandwidth(line: Line, draw: random.Random, slower: float, count: int) -> None:
+    for _ in range(count):
+        size_bytes = draw.uniform(2e7, 5e8)
+        seconds = (0.004 + slower * size_bytes / 3e9) * draw.lognormvariate(0.0, 0.1)
+        line.observe(size_bytes, seconds)
+
+
+@pytest.mark.parametrize("slower", [0.1, 0.5, 2.0, 10.0])
+def test_a_new_bandwidth_is_believed_after_some_twenty_loads(slower: float) -> None:
+    line, draw = Line(0.005, 1 / 5e9, 100e6, follows=True), random.Random(3)
+    bandwidth(line, draw, 1.0, 100)
+    assert line.at(3e8) == pytest.approx(0.104, rel=0.05)
+    bandwidth(line, draw, slower, 25)
+    assert line.at(3e8) == pytest.approx(0.004 + slower * 0.1, rel=0.2)
+
+
+def test_one_load_that_hangs_does_not_bend_the_line() -> None:
+    line, draw = Line(0.005, 1 / 5e9, 100e6, follows=True), random.Random(3)
+    bandwidth(line, draw, 1.0, 100)
+    line.observe(3e8, 30.0)
+    assert line.at(3e8) == pytest.approx(0.104, rel=0.15)
+    bandwidth(line, draw, 1.0, 10)
+    assert line.at(3e8) == pytest.approx(0.104, rel=0.1)
+
+
 def test_rates_stay_above_zero_whatever_is_measured() -> None:
     parts, draw = Parts((0.005, 1.0, 1.0, 0.0001)), random.Random(2)
     for _ in range(2000):
@@ -192,7 +218,7 @@ def test_what_comes_out_of_one_step_is_one_measurement(order: tuple[int, ...]) -
         measured.ended(each, ok=True, cached_tokens=0)
     assert count(all_) == 1
     works = [one.pool.work(0, 1000 + number) for number in range(3)]
-    whole = (1.0, sum(w[1] for w in works), sum(w[2] for w in works), 7.0)
+    whole = (1.0, sum(w[1] for w in works), sum(w[2] for w in works), math.sqrt(7))
     one.observe_prefill(whole, 4.0)
     assert all_.recompute_s(0, 4000) == one.recompute_s(0, 4000)
 

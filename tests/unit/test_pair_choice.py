@@ -20,9 +20,10 @@ def plan(
     crowd: float = 0.0,
     compute: float = 1.0,
     over_share: bool = False,
+    held: int = 0,
 ) -> Plan:
     price = Price(wait_s=wait, load_s=0.0, recompute_s=compute, crowd_s=crowd, charge_s=0.0)
-    return Plan(publisher, 0, 0, 0, (), 0, over_share, price)
+    return Plan(publisher, held, held, 0, (), 0, over_share, price)
 
 
 def order(plans: list[Plan]) -> list[Publisher]:
@@ -52,3 +53,17 @@ def test_a_pair_beside_one_engine() -> None:
     assert order(with_pairs([plan(P), plan(C, crowd=0.2)], {P: second}, [P])) == [C, P]
     full = plan(P, over_share=True)
     assert order(with_pairs([full, plan(C, crowd=9.0)], {P: second}, [P])) == [C, P]
+
+
+def test_of_equal_prices_the_pair_that_holds_most_is_first() -> None:
+    (second,) = by_price(P, [plan(D, wait=0.1)], Transports(), 0, 0.0)
+    plans = [plan(C), plan(P, held=512), plan(Q, held=1024)]  # the pair some 0.1 s dearer
+
+    def first(equal_s: float) -> Publisher:
+        return with_pairs(plans, {P: second}, [P, Q], equal_s)[0].publisher
+
+    assert first(0.15) == P
+    assert first(0.05) == C, "so much is known"
+    (far,) = by_price(P, [plan(D, wait=0.5)], Transports(), 0, 0.0)
+    ordered = with_pairs(plans, {P: far}, [P, Q], 9.0)
+    assert order(ordered) == [C, P, Q], "half as much again is not equal, Q has no second half"

@@ -51,7 +51,7 @@ def test_a_report_names_all_that_is_signed() -> None:
         assert found.digest in text
         assert "f" * 64 in text
         assert "Signed" in text
-        assert "declared not applicable: a.power" in text
+        assert "not applicable: a.power: declared" in text
         assert "declared by the operator, not checked: image" in text
         assert "The next stage may begin" in text
     assert "no meter \\| here" in report.markdown(found)  # a table's row stays one

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -73,7 +73,7 @@ def run_cluster(
     pass. Raises ConfigError where the engines are not there, EngineError where one does not start.
     """
     _check(venv)
-    with tempfile.TemporaryDirectory(prefix="kvatlas-stages-") as folder:
+    with _ended_whole(), tempfile.TemporaryDirectory(prefix="kvatlas-stages-") as folder:
         model = Path(folder) / "model"
         write_model(model)
         for stage in STAGES[: STAGES.index(upto) + 1]:
@@ -84,6 +84,18 @@ def run_cluster(
             yield result
             if not result.passed:
                 return
+
+
+@contextmanager
+def _ended_whole() -> Iterator[None]:
+    """Whatever ends us ends what we started, as Ctrl-C does."""
+    ends = (signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in ends}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _check(venv: Path) -> None:

@@ -155,7 +155,7 @@ def _tpot(facts: StageC) -> Finding:
     if found.status != "pass":
         return found
     was = facts.baseline.load.tpot_s.p50
-    now = found.evidence["p50"]
+    now = found.evidence["p50_s"]
     if not was:
         return hidden("the baseline has no TPOT")
     evidence = {

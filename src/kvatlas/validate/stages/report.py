@@ -114,7 +114,7 @@ def _facts(result: Result, bullet: str = "- ") -> list[str]:
     for name, value in result.declared.items():
         lines.append(f"declared by the operator, not checked: {name} = {value}")
     lines += [
-        f"declared not applicable: {v.point}: {v.reason}"
+        f"not applicable: {v.point}: {v.reason}"
         for v in result.verdicts
         if v.status == "not applicable"
     ]

@@ -126,8 +126,8 @@ def measured(
     if isinstance(load, Missing):
         return hidden(load.reason)
     summary: Summary = getattr(load, field)
-    told = {k: getattr(summary, k) for k in ("count", "p50", "p95", "p99")}
-    figures = {k: v for k, v in told.items() if v is not None}
+    told = {f"{name}_s": getattr(summary, name) for name in ("p50", "p95", "p99")}
+    figures = {"samples": summary.count} | {k: v for k, v in told.items() if v is not None}
     if load.failed:
         return failed(f"{load.failed} of {load.requests} requests failed", **figures)
     if summary.p95 is None:
