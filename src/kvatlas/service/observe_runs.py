@@ -165,11 +165,11 @@ class Exchanges:
 
 
 async def watch(
-    reader: asyncio.StreamReader, settings: Settings, ready: Callable[[], None] = lambda: None
+    reader: asyncio.StreamReader, settings: Settings, ready: Callable[[Observer], None]
 ) -> Summary:
     """Reads copies to their end; ``ready`` is called before the first."""
     async with Observer(settings) as observer:
-        ready()
+        ready(observer)
         watcher = Watcher(Exchanges(observer.shadow, settings))
         watcher.lost = observer.shadow.lost
         frames = Frames()
@@ -241,7 +241,7 @@ def _main(copies: socket.socket, telling: socket.socket, settings: Settings) -> 
     async def run() -> Summary:
         reader, writer = await asyncio.open_connection(sock=copies, limit=1 << 22)
         try:
-            return await watch(reader, settings, lambda: telling.sendall(_READY))
+            return await watch(reader, settings, lambda _: telling.sendall(_READY))
         finally:
             writer.close()
 

@@ -33,6 +33,7 @@ from kvatlas.workload.trace_tokens import Hashed
 log = logging.getLogger(__name__)
 
 PENDING_MAX = 4096  # requests seen and not over, with their bodies
+_EVENTS_S = 0.25  # that events may be on their way when an answer is over
 
 Told = Literal["", "answer", "log", "events"]
 
@@ -72,6 +73,8 @@ class Case:
         self.inbound = inbound
         self.ended = ended
         self.decision: Decision | None = None
+        self.engine = ""  # who served it
+        self.told: Told = ""  # what says so
         self.at: Publisher | None = None
 
 
@@ -179,6 +182,7 @@ class Shadow:
         case.inbound.body.clear()
         ended = await case.ended
         try:
+            await self._served(case, ended)
             row = self._row(case, ended, _Keyed(ids, count, scope, reason), limit)
         finally:
             self._forget(case, ended)
@@ -215,7 +219,7 @@ class Shadow:
             start = secrets.randbits(62)
             ids = tuple(range(start, start + -(-count // self._block_tokens)))
         output, source = _output(usage, ended.output_tokens, limit)
-        engine, told = self._engine(case, ended)
+        engine, told = case.engine, case.told
         return Row(
             timestamp=round(case.arrival_s * 1000, 3),
             input_length=count,
@@ -235,15 +239,18 @@ class Shadow:
             ),
         )
 
-    def _engine(self, case: Case, ended: Ended) -> tuple[str, Told]:
-        """Who served it, and what says so."""
+    async def _served(self, case: Case, ended: Ended) -> None:
+        """Find out who served it, and what says so."""
         live = self._live
         if ended.engine:
-            return (live.named(ended.engine) if live is not None else ended.engine), ended.told
-        if live is None or case.decision is None:
-            return "", ""
-        engine = live.served_by(case.decision)
-        return engine, "events" if engine else ""
+            case.engine = live.named(ended.engine) if live is not None else ended.engine
+            case.told = ended.told
+        elif live is not None and case.decision is not None and ended.status in (0, 200):
+            case.engine = live.served_by(case.decision)
+            if not case.engine:
+                await asyncio.sleep(_EVENTS_S)
+                case.engine = live.served_by(case.decision)
+            case.told = "events" if case.engine else ""
 
     def _forget(self, case: Case, ended: Ended) -> None:
         live, decision = self._live, case.decision
