@@ -449,3 +449,20 @@ def test_a_foreign_gateways_fallback_is_seen_in_the_counters() -> None:
         left = counted("d", 0, computed_tokens=computed)
         trial = Phase(replies(4), (left,))
         assert verdicts(change(facts, trial=trial), "b")["b.fallback"].status == verdict
+
+
+def test_a_longer_context_answers_what_did_not_fit() -> None:
+    longer = {"context_tokens": "131072"}
+    engines = (engine("d", "decode", **longer), engine("p", "prefill", **longer))
+    (answered,) = replies(1)
+    for long, verdict in (
+        (answered, "pass"),
+        (change(answered, status=400), "fail"),
+        (GONE, "not shown"),
+    ):
+        facts = change(SOUND["e"](), change="context", engines=engines, long=long)
+        found = verdicts(facts, "e")
+        assert (found["e.on"].status, found["e.one"].status) == (verdict, "pass")
+    shorter = (engine("d", "decode", context_tokens="4096"),)
+    facts = change(SOUND["e"](), change="context", engines=shorter, long=answered)
+    assert verdicts(facts, "e")["e.on"].status == "fail"

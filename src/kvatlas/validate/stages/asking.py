@@ -110,15 +110,20 @@ class Asker:
 
     async def ask(self, url: str, indices: Iterable[int], salt: str) -> tuple[Reply, ...]:
         """The prompts ``indices`` under one cache salt, in order."""
-        return tuple([await self._one(url, index, salt) for index in indices])
+        return tuple([await self._one(url, i, self.prompts.tokens(i), salt) for i in indices])
 
-    async def _one(self, url: str, index: int, salt: str) -> Reply:
+    async def ask_long(self, url: str, tokens: int) -> Reply:
+        """One prompt of that many tokens that is not of the set."""
+        long = Prompts(msgspec.structs.replace(self.prompts.wanted, count=1, prompt_tokens=tokens))
+        return await self._one(url, 0, long.tokens(0), "long")
+
+    async def _one(self, url: str, index: int, tokens: list[int], salt: str) -> Reply:
         self._sent += 1
         name = f"{self.label}-{self._sent}"
         wanted = self.prompts.wanted
         body = {
             "model": self.model,
-            "prompt": self.prompts.tokens(index),
+            "prompt": tokens,
             "max_tokens": wanted.output_tokens,
             "temperature": 0.0,
             "ignore_eos": True,

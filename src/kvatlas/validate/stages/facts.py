@@ -232,7 +232,8 @@ class StageD(msgspec.Struct, frozen=True):
 
 class StageE(msgspec.Struct, frozen=True):
     """One optimisation beside the stage before. ``before``: its settings by role; ``hits_before``:
-    share of prompt tokens that were found when prompts came again."""
+    share of prompt tokens that were found when prompts came again; ``long``: of a longer context,
+    a prompt that did not fit before."""
 
     change: str
     engines: tuple[EngineFacts, ...]
@@ -245,6 +246,7 @@ class StageE(msgspec.Struct, frozen=True):
     hits_before: float | Missing
     moved: Moved | Missing = Missing("it counts no transfers")
     moves: bool = False  # state changes hands in this cluster
+    long: Reply | Missing = Missing("the stage before does not know its context length")
     declared: dict[str, str] = {}
     samples_min: int = 30
     worse_max: float = 1.1

@@ -236,6 +236,8 @@ async def stage_e(
     phase = await site.phase(engines, url, everything, "e")
     again = await site.asker.ask(url, everything, "e")
     load = await load_of(site.prompts, url, site.model, site.prompts.fresh(len(site.prompts)))
+    contexts = [s.get("context_tokens", "") for s in before.settings.values()]
+    lengths = [int(text) for text in contexts if text.isdecimal()]
     moved = [c.moved for c in phase.engines if isinstance(c.moved, Moved)]
     untold = Missing("the stage before did not measure it")
     facts = StageE(
@@ -254,6 +256,9 @@ async def stage_e(
         if moved
         else Missing("no half counts transfers"),
         moves=bool(halves),
+        long=await site.asker.ask_long(url, max(lengths))
+        if lengths and change == "context"
+        else untold,
         declared=file.declared,
         samples_min=file.requests.samples_min,
         worse_max=file.limits.worse_max,

@@ -42,6 +42,11 @@ def _on(facts: StageE) -> Finding:
             return failed(f"{name} did not change at {engine.name}", **evidence)
         if not _meant(facts.change, was, now):
             return failed(f"{name} changed, but not to what {facts.change} means", **evidence)
+    if facts.change == "context":
+        if isinstance(facts.long, Missing):
+            return hidden(facts.long.reason, **evidence)
+        if facts.long.status != 200:
+            return failed("a prompt that did not fit before got no answer", **evidence)
     return passed(**evidence) if evidence else hidden("no engine was asked")
 
 
