@@ -134,7 +134,6 @@ def run(args: argparse.Namespace) -> int:
         rows=rows(found),
         cells=found,
     )
-    show(result, table_console(150))
     if args.json is not None:
         write_file("--json", args.json, json_bytes(result))
     if args.csv is not None:
@@ -143,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
         write_file(
             "--html", args.html, page(_head(result), result.advice, result.rows, found).encode()
         )
+    show(result, table_console(150))
     return 1 if any(cell.figures["failed"] for cell in found) else 0
 
 

@@ -166,6 +166,7 @@ caption{caption-side:bottom;text-align:left;color:var(--soft);font-size:13px;pad
 th,td{text-align:left;padding:5px 14px 5px 0;border-bottom:1px solid var(--line);
 vertical-align:top;overflow-wrap:anywhere}
 th{font-weight:600;color:var(--soft);font-size:13px}
+th:first-child,td:first-child{min-width:8em;overflow-wrap:break-word}
 .n{text-align:right;white-space:nowrap}
 td.n{overflow-wrap:normal}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(170px,1fr));gap:12px;margin:12px 0}

@@ -42,9 +42,7 @@ def _workload(workload: str, rows: Sequence[Row], cells: Sequence[Cell]) -> Mark
     if runs > 1:
         told = met is not None and met.low is not None
         note += (
-            "; whiskers and brackets hold the true mean with 95 %."
-            if told
-            else ": too few for intervals."
+            "; whiskers and ± hold the true mean with 95 %." if told else ": too few for intervals."
         )
     return section(
         workload,
@@ -63,7 +61,9 @@ def _met(rows: Sequence[Row]) -> Markup:
     figures = [row.figures["attained"] for row in rows]
     values = [None if of is None else of.mean * 100 for of in figures]
     spans = [
-        None if of is None or of.low is None or of.high is None else (of.low * 100, of.high * 100)
+        None
+        if of is None or of.low is None or of.high is None
+        else (of.low * 100, min(100.0, of.high * 100))
         for of in figures
     ]
     along = Axis("requests that met the objectives", "%", low=0, high=100)
@@ -104,17 +104,19 @@ def _said(name: str, value: Interval | None) -> str:
     if value is None:
         return "not shown"
     if name in ("attained", "hit_share"):
-        return _bracketed(value, 100, "%")
+        return _around(value, 100, "%")
     if name == "goodput_per_s":
-        return _bracketed(value, 1, "/s")
-    return _bracketed(value, 1000, "ms")
+        return _around(value, 1, "/s")
+    return _around(value, 1000, "ms")
 
 
-def _bracketed(value: Interval, factor: float, unit: str) -> str:
+def _around(value: Interval, factor: float, unit: str) -> str:
+    """The mean, and how far the interval goes on the side where it goes farther."""
     said = f"{value.mean * factor:,.4g} {unit}"
-    if value.low is None or value.high is None:
+    if value.low is None or value.high is None or not value.mean:
         return said
-    return f"{said} [{value.low * factor:,.4g}, {value.high * factor:,.4g}]"
+    off = max(value.mean - value.low, value.high - value.mean) / abs(value.mean)
+    return f"{said} ±{off:.1%}"
 
 
 def _tokens(rows: Sequence[Row]) -> Markup:
