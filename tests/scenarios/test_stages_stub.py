@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from harness import process
 from stages_kit import DECLARED, REQUESTS, StillAgent, Stubs, replaced, status, stubs, why
 
+from kvatlas.cli.main import main
 from kvatlas.connectors.child import free_ports
 from kvatlas.errors import ConfigError
 from kvatlas.validate.stages.result import Previous, Result, load_result, path_of
@@ -256,3 +258,33 @@ async def test_one_optimisation_beside_the_stage_before(site: Stubs) -> None:
     again = await run_stage(order, file)
     assert set(not_passed(again)) == {"e.one"}
     assert "c.graphs" in why(again, "e.one")
+
+
+def test_the_command_on_an_engine_that_is_not_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All by the command, the engine a process: figures pass, what it does not tell does not."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    options = ["--port", str(port), "--layout", "32", "--model-name", "m", "--time-scale", "0"]
+    engine = process(tmp_path, "stub-engine", *options, url=url)
+    file = tmp_path / "stage.toml"
+    file.write_text(
+        f'name = "theirs"\n[[engine]]\nname = "e"\nurl = "{url}"\nengine = "stub"\n'
+        "[requests]\ncount = 4\nprompt_tokens = 100\noutput_tokens = 3\nsamples_min = 4\n"
+    )
+    try:
+        engine.wait_ready(60.0)
+        command = ["validate", "stage", "a", "--file", str(file), "--out", str(tmp_path), "--json"]
+        assert main(command) == 1
+    finally:
+        engine.stop()
+    told = msgspec.json.decode(capsys.readouterr().out, type=Result)
+    found = status(told)
+    shown = {"a.context", "a.requests", "a.correct", "a.ttft", "a.throughput"}
+    assert {p for p, s in found.items() if s == "pass"} >= shown
+    assert "fail" not in found.values()
+    assert {"a.model", "a.runtime", "a.tensor_parallel", "a.graphs", "a.power"} <= {
+        p for p, s in found.items() if s == "not shown"
+    }
+    assert told == load_result(path_of(tmp_path, "a"))

@@ -190,14 +190,14 @@ class Watcher:
     async def settle(self, agents: Sequence[Agent], deadline_s: float) -> Missing | None:
         """Wait until agents have nothing under way: what was computed is saved."""
         until = time.monotonic() + deadline_s
-        busy = ""
+        busy = "nobody was asked"
         while time.monotonic() < until:
             busy = ""
             for agent in agents:
                 told = await self._agent(agent)
                 if isinstance(told, Missing):
-                    busy = told.reason
-                elif told.sums["busy"].get("", 0):
+                    return told  # whoever does not answer is not waited for
+                if told.sums["busy"].get("", 0):
                     busy = f"agent {agent.name} is busy"
             if not busy:
                 return None
