@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvatlas.cli.output import print_json, write_file
+from kvatlas.cli.output import status as progress
 from kvatlas.errors import ConfigError
 from kvatlas.validate.stages import report
 from kvatlas.validate.stages.cluster import run_cluster
@@ -61,7 +62,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FILE",
         help="of stage e: the result beside which it is measured (stage d's)",
     )
-    add("--json", action="store_true", help="print the result as JSON")
+    add("--json", action="store_true", help="print JSON, one result after another")
     add(
         "--cpu-cluster",
         action="store_true",
@@ -96,7 +97,8 @@ def _on_cpu(args: argparse.Namespace) -> int:
     if args.file is not None or args.stage == "e":
         raise ConfigError("--cpu-cluster starts a cluster for stages a to d: no --file, no stage e")
     status = 0
-    for result in run_cluster(args.stage, args.out, venv=args.venv):
+    for result in run_cluster(args.stage, args.out, venv=args.venv, tell=progress):
+        progress()
         status = told(result, args.out, as_json=args.json)
     return status
 

@@ -67,10 +67,16 @@ _WAIT_S = 60.0
 
 
 def run_cluster(
-    upto: Stage, out: Path, *, venv: Path, requests: Requests = REQUESTS
+    upto: Stage,
+    out: Path,
+    *,
+    venv: Path,
+    requests: Requests = REQUESTS,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Result]:
     """The results of all stages up to ``upto``, as they come; it ends with the first that did not
-    pass. Raises ConfigError where the engines are not there, EngineError where one does not start.
+    pass. ``tell`` is told what is going on. Raises ConfigError where the engines are not there,
+    EngineError where one does not start.
     """
     _check(venv)
     with _ended_whole(), tempfile.TemporaryDirectory(prefix="kvatlas-stages-") as folder:
@@ -78,7 +84,9 @@ def run_cluster(
         write_model(model)
         for stage in STAGES[: STAGES.index(upto) + 1]:
             with _Parts(Path(folder) / stage, model, venv) as parts:
+                tell(f"stage {stage}: its parts start")
                 file, own = _STAGES[stage](parts)
+                tell(f"stage {stage}: runs")
                 file = msgspec.structs.replace(file, requests=requests)
                 result = asyncio.run(run_stage(Order(stage, out), file, own=own))
             yield result
