@@ -13,7 +13,7 @@ from kvatlas.validate.stages.facts import (
     AgentSeen,
     Baseline,
     Counted,
-    EngineFacts,
+    EngineSeen,
     Outage,
     Phase,
     Reply,
@@ -59,8 +59,8 @@ BASELINE = Baseline(
 )
 
 
-def engine(name: str = "e", role: str = "combined", **other: str) -> EngineFacts:
-    return EngineFacts(name, role, {k: v for k, v in (SETTINGS | other).items() if v})
+def engine(name: str = "e", role: str = "combined", **other: str) -> EngineSeen:
+    return EngineSeen(name, role, {k: v for k, v in (SETTINGS | other).items() if v})
 
 
 def replies(count: int = COUNT, **more: Any) -> tuple[Reply, ...]:

@@ -35,7 +35,7 @@ SETTINGS = (
 )
 
 
-class EngineFacts(msgspec.Struct, frozen=True):
+class EngineSeen(msgspec.Struct, frozen=True):
     """One engine. ``seen``: settings that the engine itself tells, or its files; ``why``: why the
     others are not there."""
 
@@ -129,7 +129,7 @@ class Baseline(msgspec.Struct, frozen=True):
 class StageA(msgspec.Struct, frozen=True):
     """One Combined engine alone. ``declared``: the operator's words by setting."""
 
-    engine: EngineFacts
+    engine: EngineSeen
     requests: RequestSet
     rounds: tuple[tuple[Reply, ...], ...]
     load: Report | Missing
@@ -153,8 +153,8 @@ class StageB(msgspec.Struct, frozen=True):
     """A pair. ``logs``: by engine, the line that names each request id; ``transports``: how the
     gateway sees the pair's transport; ``trial``: requests while the backend failed."""
 
-    prefill: EngineFacts
-    decode: EngineFacts
+    prefill: EngineSeen
+    decode: EngineSeen
     baseline: Baseline
     phase: Phase
     declared: dict[str, str] = {}
@@ -172,7 +172,7 @@ class StageC(msgspec.Struct, frozen=True):
     what the engine itself has let go, prompt by prompt the same; ``load``: repeated prefixes at
     the baseline's concurrency."""
 
-    engine: EngineFacts
+    engine: EngineSeen
     baseline: Baseline
     cold: Phase | Missing
     warm: Phase | Missing
@@ -205,8 +205,8 @@ class Outage(msgspec.Struct, frozen=True):
 class StageD(msgspec.Struct, frozen=True):
     """Two engines on two nodes, and the store that they share; each part as it was tried."""
 
-    writer: EngineFacts
-    reader: EngineFacts
+    writer: EngineSeen
+    reader: EngineSeen
     baseline: Baseline
     across: Phase | Missing
     same_tenant: Phase | Missing = Missing("not tried")
@@ -236,7 +236,7 @@ class StageE(msgspec.Struct, frozen=True):
     a prompt that did not fit before."""
 
     change: str
-    engines: tuple[EngineFacts, ...]
+    engines: tuple[EngineSeen, ...]
     before: dict[str, dict[str, str]]
     baseline: Baseline
     load_before: Report | Missing

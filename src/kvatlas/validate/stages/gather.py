@@ -14,7 +14,7 @@ from kvatlas.report.latency import Report
 from kvatlas.validate.stages.asking import load_of, sampled
 from kvatlas.validate.stages.facts import (
     Baseline,
-    EngineFacts,
+    EngineSeen,
     Figures,
     Phase,
     Reply,
@@ -94,7 +94,7 @@ def _middle(samples: Sequence[float | Missing]) -> float | Missing:
 
 
 def figures_of(
-    site: Site, engines: Sequence[EngineFacts], load: Report | Missing, again: Sequence[Reply]
+    site: Site, engines: Sequence[EngineSeen], load: Report | Missing, again: Sequence[Reply]
 ) -> Figures:
     """For the stage after. ``again``: answers to prompts that had been asked before."""
     told = [r.cached_tokens for r in again if r.cached_tokens is not None]

@@ -18,7 +18,7 @@ from kvatlas.errors import ConfigError, EngineError, LayoutError
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.identity import told_layout
 from kvatlas.service.probe import Description, describe
-from kvatlas.validate.stages.facts import EngineFacts
+from kvatlas.validate.stages.facts import EngineSeen
 from kvatlas.validate.stages.stagefile import Engine
 
 _DEADLINE_S = 20.0
@@ -41,7 +41,7 @@ _CACHE_FACTS = ("block_size", "cache_dtype", "sliding_window", "prefix_caching_h
 _HASHED_MAX = 2 << 20  # of a file of weights: its beginning, its end and its size
 
 
-async def look_at(client: HttpClient, engine: Engine) -> EngineFacts:
+async def look_at(client: HttpClient, engine: Engine) -> EngineSeen:
     """Raises EngineError where it does not answer at all."""
     worker = WorkerConfig(name=engine.name, url=engine.url, engine=engine.engine)
     told = await describe(client, worker, _DEADLINE_S)
@@ -52,7 +52,7 @@ async def look_at(client: HttpClient, engine: Engine) -> EngineFacts:
         seen.setdefault("speculation", "on" if told.draft else "off")
     if found := await _tokenizer(client, engine, told):
         seen["tokenizer"] = found
-    return EngineFacts(
+    return EngineSeen(
         engine.name, engine.role, {k: v for k, v in seen.items() if v}, _WHY[engine.engine]
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvatlas.core.transports import Moved
 from kvatlas.validate.counters import Counters
-from kvatlas.validate.stages.facts import Counted, EngineFacts, StageB
+from kvatlas.validate.stages.facts import Counted, EngineSeen, StageB
 from kvatlas.validate.stages.rules import (
     frozen,
     known,
@@ -33,7 +33,7 @@ _BACKENDS = ("nixl", "mooncake")
 _ALL_SHARE = 0.75
 
 
-def _halves(facts: StageB) -> tuple[EngineFacts, EngineFacts]:
+def _halves(facts: StageB) -> tuple[EngineSeen, EngineSeen]:
     return facts.prefill, facts.decode
 
 

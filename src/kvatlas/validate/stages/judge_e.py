@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvatlas.report.latency import Report
-from kvatlas.validate.stages.facts import EngineFacts, StageE
+from kvatlas.validate.stages.facts import EngineSeen, StageE
 from kvatlas.validate.stages.rules import FROZEN, not_worse, prompt_tokens, too_few
 from kvatlas.validate.stages.values import (
     Finding,
@@ -50,7 +50,7 @@ def _on(facts: StageE) -> Finding:
     return passed(**evidence) if evidence else hidden("no engine was asked")
 
 
-def _before(facts: StageE, engine: EngineFacts) -> dict[str, str]:
+def _before(facts: StageE, engine: EngineSeen) -> dict[str, str]:
     """Of the engine that had this one's role in the stage before."""
     return facts.before.get(engine.role, {})
 

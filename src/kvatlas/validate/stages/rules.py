@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvatlas.report.latency import Report, Summary
-from kvatlas.validate.stages.facts import AgentSeen, Baseline, EngineFacts, Phase, Reply
+from kvatlas.validate.stages.facts import AgentSeen, Baseline, EngineSeen, Phase, Reply
 from kvatlas.validate.stages.values import (
     Finding,
     Missing,
@@ -70,7 +70,7 @@ def too_few(found: int, samples_min: int) -> Finding:
     )
 
 
-def off(engines: Sequence[EngineFacts], setting: str) -> Finding:
+def off(engines: Sequence[EngineSeen], setting: str) -> Finding:
     """Whether a setting is seen to be off at every engine."""
     told = {engine.name: engine.setting(setting) for engine in engines}
     on = {name: v for name, v in told.items() if isinstance(v, str) and v not in ("off", "none")}
@@ -82,7 +82,7 @@ def off(engines: Sequence[EngineFacts], setting: str) -> Finding:
     return passed(**{name: str(v) for name, v in told.items()})
 
 
-def unshared(shared: Mapping[str, str | Missing], engines: Sequence[EngineFacts]) -> Finding:
+def unshared(shared: Mapping[str, str | Missing], engines: Sequence[EngineSeen]) -> Finding:
     """That no store beyond the nodes is in use: ``shared`` has each agent's, "" for none."""
     found = off(engines, "shared_store")
     used = {name: v for name, v in shared.items() if isinstance(v, str) and v}
@@ -95,7 +95,7 @@ def unshared(shared: Mapping[str, str | Missing], engines: Sequence[EngineFacts]
 
 
 def frozen(
-    engines: Sequence[EngineFacts],
+    engines: Sequence[EngineSeen],
     baseline: Baseline,
     declared: Mapping[str, str],
     settings: Sequence[str] = FROZEN,

@@ -8,7 +8,7 @@ from kvatlas.errors import ConfigError, EngineError
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.load import first_model
 from kvatlas.validate.stages.asking import Asker, Prompts
-from kvatlas.validate.stages.facts import EngineFacts, Phase
+from kvatlas.validate.stages.facts import EngineSeen, Phase
 from kvatlas.validate.stages.hooks import Hooks
 from kvatlas.validate.stages.identity import look_at
 from kvatlas.validate.stages.stagefile import Agent, Engine, StageFile
@@ -52,12 +52,12 @@ class Site:
         """Of its node."""
         return next((a for a in self.file.agent if a.name == engine.agent), None)
 
-    async def look_at(self, engine: Engine) -> EngineFacts:
+    async def look_at(self, engine: Engine) -> EngineSeen:
         """What it tells of itself; nothing, and why, where it does not answer."""
         try:
             return await look_at(self.client, engine)
         except EngineError as error:
-            return EngineFacts(engine.name, engine.role, {}, str(error))
+            return EngineSeen(engine.name, engine.role, {}, str(error))
 
     async def phase(
         self, engines: Sequence[Engine], url: str, indices: Iterable[int], salt: str
