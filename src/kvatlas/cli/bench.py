@@ -142,8 +142,8 @@ def run(args: argparse.Namespace) -> int:
         failure = error  # what was measured is not lost
     outcome = bench.outcome
     found = findings(outcome, bench.rows)
-    _write(args, outcome, found, bench.rows)
     _show(outcome, found)
+    _write(args, outcome, found, bench.rows)
     if failure is not None:
         raise failure
     return 0 if outcome.sound else 1
