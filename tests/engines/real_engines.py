@@ -6,7 +6,6 @@ import atexit
 import functools
 import http.client
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,11 +17,12 @@ from typing import Any
 import install
 import pytest
 
-import kvatlas
-from kvatlas.connectors.child import Child, free_ports
+from kvatlas.connectors.child import free_ports
+from kvatlas.connectors.sglang_cpu import SglangEngine
 from kvatlas.connectors.vllm_cpu import VllmEngine
 
 HERE = Path(__file__).resolve().parent
+SGLANG_SHIM = HERE / "sglang_cpu_shim"
 MODEL = "tiny"
 READY_S = 300.0
 
@@ -76,47 +76,35 @@ def vllm_engine(
     )
 
 
-class SglangEngine(Child):
+def sglang_engine(
+    run_dir: Path,
+    *,
+    name: str = "sglang",
+    pool_tokens: int = 16384,
+    args: Sequence[str] = (),
+) -> SglangEngine:
     """An SGLang server with the tiny model, not started yet. Pages of 16 tokens.
 
     Its KV events, with replay, are on two TCP ports that `GET /server_info` tells.
     """
-
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        name: str = "sglang",
-        pool_tokens: int = 16384,
-        args: Sequence[str] = (),
-    ) -> None:
-        venv = require("sglang")
-        port, events, replay = free_ports(3)
-        config = {
-            "publisher": "zmq",
-            "endpoint": f"tcp://*:{events}",
-            "replay_endpoint": f"tcp://*:{replay}",
-            "topic": "kv",
-        }
-        argv = [
-            *(str(venv / "bin" / "python"), "-m", "sglang.launch_server"),
-            *("--model-path", str(tiny_model()), "--served-model-name", MODEL),
-            *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu"),
-            *("--attention-backend", "torch_native", "--page-size", "16"),
-            *("--mem-fraction-static", "0.1", "--max-total-tokens", str(pool_tokens)),
-            *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"),
-            *("--enable-cache-report", "--kv-events-config", json.dumps(config)),
-            *args,
-        ]
-        drop = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONHASHSEED")
-        env = {key: value for key, value in os.environ.items() if key not in drop}
-        env |= {
-            "PYTHONPATH": f"{HERE / 'sglang_cpu_shim'}:{Path(kvatlas.__file__).parents[1]}",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        url = f"http://127.0.0.1:{port}"
-        super().__init__(name, argv, log=run_dir / f"{name}.log", url=url, env=env)
+    port, events, replay = free_ports(3)
+    config = {
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://*:{replay}",
+        "topic": "kv",
+    }
+    return SglangEngine(
+        require("sglang"),
+        tiny_model(),
+        name=name,
+        port=port,
+        log=run_dir / f"{name}.log",
+        model_name=MODEL,
+        path=[SGLANG_SHIM],
+        pool_tokens=pool_tokens,
+        args=("--kv-events-config", json.dumps(config), *args),
+    )
 
 
 def post(url: str, path: str, body: dict[str, Any], timeout_s: float = 120.0) -> Any:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 from feed_story import Story, conversation, eviction, forgotten, restart
-from real_engines import MODEL, READY_S, SglangEngine, complete
+from real_engines import MODEL, READY_S, complete, sglang_engine
 
 from kvatlas.config import WorkerConfig
+from kvatlas.connectors.sglang_cpu import SglangEngine
 
 pytestmark = pytest.mark.engine
 
@@ -18,7 +19,7 @@ POOL_TOKENS = 8192
 
 @pytest.fixture
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEngine]:
-    engine = SglangEngine(tmp_path_factory.mktemp("sglang"), pool_tokens=POOL_TOKENS)
+    engine = sglang_engine(tmp_path_factory.mktemp("sglang"), pool_tokens=POOL_TOKENS)
     engine.start()
     try:
         engine.wait_ready(READY_S)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_engines import HERE, require, require_v4
+from real_engines import HERE, SGLANG_SHIM, require, require_v4
 
 from kvatlas.connectors import vllm_greedy
 from kvatlas.validate import exactness_tiers, exactness_transformers
@@ -109,26 +109,27 @@ def test_transformers_agrees_and_needs_the_rows_between_entries() -> None:
     assert rows.difference.at == 384 - rows.case.prompt_tokens  # silent until the entry is complete
 
 
+BELOW = {"disk": 2 * 192, "object": 192, "peer": 192}
+
+
 @pytest.mark.parametrize(
-    ("tiers", "below"),
+    ("engine", "model", "tiers", "below"),
     [
-        (("dram", "disk"), {"disk": 192}),
-        pytest.param(
-            exactness_tiers.TIERS,
-            {"disk": 2 * 192, "object": 192, "peer": 192},
-            marks=pytest.mark.long,
-        ),
+        ("vllm", "swa", ("dram", "disk"), {"disk": 192}),
+        pytest.param("vllm", "swa", exactness_tiers.TIERS, BELOW, marks=pytest.mark.long),
+        pytest.param("sglang", "gqa", exactness_tiers.TIERS, BELOW, marks=pytest.mark.long),
     ],
 )
 def test_an_agent_gives_back_what_engines_saved(
-    tmp_path: Path, tiers: tuple[str, ...], below: dict[str, int]
+    tmp_path: Path, engine: str, model: str, tiers: tuple[str, ...], below: dict[str, int]
 ) -> None:
     report = exactness_tiers.run(
-        subject("swa", tmp_path),
+        subject(model, tmp_path),
         [200],
         tiers,
-        venv=require("vllm"),
-        engine_path=[],
+        engine=engine,
+        venv=require(engine),
+        engine_path=[SGLANG_SHIM] if engine == "sglang" else [],
         seed=5,
         scratch=tmp_path,
     )

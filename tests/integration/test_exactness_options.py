@@ -14,6 +14,12 @@ from kvatlas.cli.main import main
         (("--tiers", "dram,disk", "--object", "valkey://h:1"), "--object is the store of --tiers"),
         (("--tiers", ""), "one or more of dram, disk, object, peer"),
         (("--tiers", "dram", "--no-faults"), "--tiers goes with"),
+        (("--tiers", "dram", "--engine", "transformers"), "--tiers goes with"),
+        (("--engine", "sglang"), "--engine sglang: say --tiers"),
+        (
+            ("--engine", "sglang", "--tiers", "dram", "--venv", "nowhere"),
+            "nowhere has no sglang==",
+        ),
     ],
 )
 def test_options_without_a_use_are_refused(

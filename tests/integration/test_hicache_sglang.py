@@ -3,7 +3,6 @@ a restart of the server and of the agent, and no answer is ever another."""
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_engines import READY_S, SglangEngine, post
+from real_engines import READY_S, post, sglang_engine
 
+from kvatlas.connectors.sglang_cpu import SglangEngine, storage
 from kvatlas.validate.exactness_tiers import AgentProcess, _flip_arena, _flip_disk
 
 pytestmark = pytest.mark.engine
@@ -30,30 +30,10 @@ def agent(tmp_path: Path) -> Iterator[AgentProcess]:
 
 
 @contextmanager
-def server(
-    tmp_path: Path, agent: AgentProcess, layout: str = "page_first_direct"
-) -> Iterator[SglangEngine]:
-    """One that is up."""
-    extra = {
-        "backend_name": "kvatlas",
-        "module_path": "kvatlas.connectors.sglang_hicache",
-        "class_name": "KvatlasHiCache",
-        "interface_v1": 1,
-        "hicache_storage_pass_prefix_keys": True,
-        "socket": str(agent.socket),
-        # An answer counts that comes late on a busy machine.
-        "answer_s": 60,
-        "load_deadline_s": 60,
-    }
-    args = [
-        *("--enable-hierarchical-cache", "--hicache-ratio", "2"),
-        *("--hicache-io-backend", "direct", "--hicache-mem-layout", layout),
-        *("--hicache-write-policy", "write_through"),
-        *("--hicache-storage-prefetch-policy", "wait_complete"),
-        *("--hicache-storage-backend", "dynamic"),
-        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
-    ]
-    engine = SglangEngine(tmp_path, pool_tokens=8192, args=args)
+def server(tmp_path: Path, agent: AgentProcess) -> Iterator[SglangEngine]:
+    """One that is up. An answer counts that comes late on a busy machine."""
+    late = {"answer_s": 60, "load_deadline_s": 60}
+    engine = sglang_engine(tmp_path, pool_tokens=8192, args=storage(agent.socket, late))
     engine.start()
     try:
         engine.wait_ready(READY_S)

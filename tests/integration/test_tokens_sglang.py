@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from chat_cases import TEMPLATES
-from real_engines import MODEL, READY_S, SglangEngine
+from real_engines import MODEL, READY_S, sglang_engine
 from token_story import counts_are_equal, starts, tokenizer, write_model
 
 from kvatlas.service.http_client import HttpClient
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 async def test_every_form_is_keyed_as_sglang_keys_it(tmp_path: Path) -> None:
     model_dir = write_model(tmp_path / "model", TEMPLATES["chatml"])
     args = ["--model-path", str(model_dir), "--load-format", "dummy"]
-    server = SglangEngine(tmp_path, args=args)
+    server = sglang_engine(tmp_path, args=args)
     client = HttpClient()
     server.start()
     try:

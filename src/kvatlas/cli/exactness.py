@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvatlas.connectors import sglang_cpu
 from kvatlas.connectors.vllm_cpu import VLLM, installed
 from kvatlas.errors import ConfigError
 from kvatlas.validate import exactness_tiers as tiers
@@ -30,6 +31,8 @@ examples:
   kvatlas validate exactness --engine vllm --model gqa
   kvatlas validate exactness --engine vllm --model swa --positions 99,100,101 --json
   kvatlas validate exactness --engine vllm --model v4 --engine-path {SHIM} --record proofs.json
+  kvatlas validate exactness --engine vllm --model gqa --tiers dram,disk,object,peer
+  kvatlas validate exactness --engine sglang --tiers dram,disk,object,peer --engine-path DIR
   kvatlas validate exactness --engine transformers --model v4        a second opinion
   kvatlas validate exactness --engine vllm --model .demo/SmolLM2-135M-Instruct --positions 200
 """
@@ -48,7 +51,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--engine", choices=("vllm", "transformers"), default="vllm", help="default: vllm"
+        "--engine",
+        choices=("vllm", "sglang", "transformers"),
+        default="vllm",
+        help="sglang: with --tiers only, of .venv-sglang (default: vllm)",
     )
     parser.add_argument(
         "--model",
@@ -91,7 +97,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--record", type=Path, help="add what was shown of the minimal resume point to this file"
     )
     add_engine_arguments(parser)
-    parser.set_defaults(run=run_exactness)
+    parser.set_defaults(run=run_exactness, venv=None)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,11 +142,14 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def run_exactness(args: argparse.Namespace) -> int:
     """Exit status 0 where every case went as expected, 1 otherwise."""
+    args.venv = args.venv or Path(".venv-sglang" if args.engine == "sglang" else ".venv-vllm")
     wanted = tiers.known_tiers(args.tiers) if args.tiers is not None else ()
     if args.object and "object" not in wanted:
         raise ConfigError("--object is the store of --tiers object: without that it is not used")
     if wanted:
         return _run_tiers(args, wanted)
+    if args.engine == "sglang":
+        raise ConfigError("--engine sglang: say --tiers, without which nothing of it is validated")
     named = [t.name for t in TINY] if args.engine == "vllm" else list(transformers.MODELS)
     models = [args.model] if args.model else named
     if args.out and len(models) > 1:
@@ -149,21 +158,29 @@ def run_exactness(args: argparse.Namespace) -> int:
 
 
 def _run_tiers(args: argparse.Namespace, wanted: tuple[str, ...]) -> int:
-    if args.engine != "vllm" or args.out or args.record or args.one_process or args.no_faults:
+    others = args.out or args.record or args.one_process or args.no_faults
+    if args.engine == "transformers" or others:
         raise ConfigError(
-            "--tiers goes with --engine vllm, --model, --positions, --seed, --object, --json only"
+            "--tiers goes with --engine vllm or sglang, --model, --positions, --seed, --object,"
+            " --json only"
         )
-    models = [args.model] if args.model else [t.name for t in TINY]
+    named = [t.name for t in TINY] if args.engine == "vllm" else ["gqa"]
+    models = [args.model] if args.model else named
     good = True
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
             what = subject(model, Path(folder))
-            path = engine_path(args, v4=what.layout.has_minimal())
-            require_vllm(args.venv)
+            if args.engine == "sglang":
+                path = list(args.engine_path)
+                _require_sglang(args.venv)
+            else:
+                path = engine_path(args, v4=what.layout.has_minimal())
+                require_vllm(args.venv)
             report = tiers.run(
                 what,
                 args.positions or (middle_length(what.layout), 2 * middle_length(what.layout)),
                 wanted,
+                engine=args.engine,
                 venv=args.venv,
                 engine_path=path,
                 seed=args.seed,
@@ -181,6 +198,9 @@ def _run_tiers(args: argparse.Namespace, wanted: tuple[str, ...]) -> int:
 
 def show_tiers(report: tiers.TierReport, console: Console) -> None:
     """The same for a reader."""
+    runtime = report.runtime
+    about = f"{report.model} on {runtime.engine} {runtime.version}, {runtime.device}"
+    console.print(Text(f"{about}, seed {report.seed}"))
     for case in report.cases:
         found = ", ".join(f"{n} from {t}" for t, n in case.cached_tokens.items()) or "all computed"
         verdict = "the same" if case.difference is None else f"OTHER from {case.difference.at} on"
@@ -238,6 +258,11 @@ def require_vllm(venv: Path) -> None:
         raise ConfigError(
             f"{venv} has no {VLLM}: run python -m kvatlas.connectors.vllm_cpu {venv} MODEL_DIR"
         )
+
+
+def _require_sglang(venv: Path) -> None:
+    if not sglang_cpu.installed(venv):
+        raise ConfigError(f"{venv} has no {sglang_cpu.SGLANG}: give its environment with --venv")
 
 
 def show(report: Report, console: Console) -> None:

@@ -18,9 +18,9 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -32,10 +32,13 @@ from kvatlas.dataplane.arena import SHARED_MEMORY
 from kvatlas.dataplane.tiers import valkey
 from kvatlas.dataplane.tiers.sockets import Address
 from kvatlas.errors import ConfigError, EngineError, StoreError
-from kvatlas.validate.answering import Child
+from kvatlas.validate.answering import Child, today
 from kvatlas.validate.exactness import Answer, Difference, difference, last_position
+from kvatlas.validate.exactness_sglang import SglangAnswers
 from kvatlas.validate.exactness_vllm import Subject, _job, text
+from kvatlas.workload.proofs import Runtime
 
+REFERENCE = "reference"
 TIERS = ("dram", "disk", "object", "peer")
 SLOW = 10.0  # tokens per second: every load pays, however slow this machine is
 DRAM_BYTES = 256_000_000
@@ -44,7 +47,7 @@ _SOURCES = {"host": "dram", "disk": "disk", "p2p": "peer", "external_unspecified
 _PAGE_BYTES = 4096
 _CONFIG = '[keys]\nsecret_file = "{secret}"\n'
 _WAIT_S = 120.0  # virtual machines stand still for half a minute now and then
-_SEEK_S = 4.0
+_ANSWER_S = 30.0  # here an answer counts that comes late on a busy machine
 
 
 class TierCase(msgspec.Struct, frozen=True):
@@ -63,6 +66,9 @@ class TierReport(msgspec.Struct, frozen=True):
     agent found wrong, in the negative controls."""
 
     model: str
+    runtime: Runtime
+    seed: int
+    date: str
     cases: list[TierCase]
     failures: list[str]
     cached_tokens_by_tier: dict[str, int]
@@ -71,6 +77,22 @@ class TierReport(msgspec.Struct, frozen=True):
     def ok(self) -> bool:
         """Whether all went as expected."""
         return bool(self.cases) and not self.failures
+
+
+class Answering(Protocol):
+    """Fresh engines of one kind, each of which answers all prompts of a trial."""
+
+    def answers(
+        self, name: str, socket: Path | None, turns: int, settled: Callable[[int], object]
+    ) -> dict[str, Answer]:
+        """By ``name``-turn-length. Before each turn the engine's own cache is emptied. ``socket``:
+        the agent's, None for no connector; ``settled``: waits until so many units are saved."""
+
+    def tier(self, source: str, expected: str) -> str:
+        """What the engine calls a tier; ``expected``: which it should be here."""
+
+    def runtime(self) -> Runtime:
+        """What answered."""
 
 
 class AgentProcess:
@@ -137,22 +159,28 @@ def run(
     lengths: Sequence[int],
     tiers: Iterable[str],
     *,
+    engine: str = "vllm",
     venv: Path,
     engine_path: Iterable[Path],
     seed: int,
     scratch: Path,
     object_url: str = "",
 ) -> TierReport:
-    """All cases of one model. ``object_url``: the store, else a Valkey server of its own. Raises
-    ConfigError and EngineError."""
+    """All cases of one model on ``engine``, vllm or sglang. ``object_url``: the store, else a
+    Valkey server of its own. Raises ConfigError and EngineError."""
     grid = what.layout.grid_tokens
     wanted = sorted({n for n in lengths if last_position(n, grid)})
     if not wanted:
         raise ConfigError(f"prompts must be longer than {grid} tokens: shorter ones have no hit")
-    source = Path(kvatlas.__file__).parents[1]
-    child = Child(vllm_greedy.__file__, venv, [*engine_path, source], scratch)
+    # Of different text: none begins another.
+    prompts = {n: text(seed + n, n) for n in wanted}
+    made = SglangAnswers if engine == "sglang" else _VllmAnswers
+    late = {"answer_s": _ANSWER_S, "load_deadline_s": 2 * _ANSWER_S}
+    engines: Answering = made(
+        what, prompts, venv=venv, path=list(engine_path), scratch=scratch, settings=late
+    )
     with _Nodes(scratch, tiers, object_url) as nodes:
-        trial = _Trial(what, wanted, seed, child=child, agent=nodes.first, scratch=scratch)
+        trial = _Trial(what, wanted, engines, nodes.first)
         nodes.first.start()
         trial.reference()
         trial.phase("first engine", "", "dram")
@@ -170,7 +198,7 @@ def run(
             trial.phase("after the agent was killed", "disk")
             trial.restart(_flip_disk)
             trial.phase("flipped on disk", "", damaged=True)
-    return trial.report()
+    return trial.report(seed)
 
 
 class _Nodes:
@@ -187,8 +215,7 @@ class _Nodes:
             secret, config = scratch / "secret", scratch / "kvatlas.toml"
             secret.write_text(secrets.token_hex(32))
             config.write_text(_CONFIG.format(secret=secret))
-            # Here an answer counts that comes late on a busy machine.
-            self._shared = [f"--config={config}", f"--seek-s={_SEEK_S:g}"]
+            self._shared = [f"--config={config}", f"--seek-s={_ANSWER_S:g}"]
             options += self._shared
         if "object" in tiers:
             self._object = f"--object={object_url or self._start_valkey()}"
@@ -270,25 +297,73 @@ def _text(word: bytes | int | None) -> bytes:
     return word if isinstance(word, bytes) else b""
 
 
-class _Trial:
-    """One model's run: what it has found so far."""
+class _VllmAnswers:
+    """See `Answering`. Its saves are over before an answer is."""
 
     def __init__(
         self,
         what: Subject,
-        lengths: Sequence[int],
-        seed: int,
+        prompts: Mapping[int, list[int]],
         *,
-        child: Child,
-        agent: AgentProcess,
+        venv: Path,
+        path: Sequence[Path],
         scratch: Path,
+        settings: Mapping[str, float],
+    ) -> None:
+        source = Path(kvatlas.__file__).parents[1]
+        self._child = Child(vllm_greedy.__file__, venv, [*path, source], scratch)
+        self._what = what
+        self._prompts = prompts
+        self._scratch = scratch
+        self._settings = settings
+        self._known: dict[str, Answer] = {}
+
+    def tier(self, source: str, expected: str) -> str:
+        """Whatever is expected, vLLM tells."""
+        return _SOURCES.get(source, source)
+
+    def runtime(self) -> Runtime:
+        """As its processes said."""
+        return self._child.runtime("vllm")
+
+    def answers(
+        self, name: str, socket: Path | None, turns: int, settled: Callable[[int], object]
+    ) -> dict[str, Answer]:
+        """Those without a connector are what others are compared with, to end early."""
+        connector = {
+            "kv_connector": "KvatlasConnector",
+            "kv_connector_module_path": "kvatlas.connectors.vllm_offload",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"socket": str(socket), **self._settings},
+        }
+        runs = [
+            {
+                "id": f"{name}-{turn}-{n}",
+                "prompt": prompt,
+                "params": {},
+                "forget": True,
+                "like": f"{REFERENCE}-0-{n}" if socket else "",
+            }
+            for turn in range(turns)
+            for n, prompt in self._prompts.items()
+        ]
+        job = _job(self._what, self._scratch, runs, self._known)
+        found = self._child.run(job | {"connector": connector if socket else {}})
+        if socket is None:
+            self._known = found
+        return found
+
+
+class _Trial:
+    """One model's run: what it has found so far."""
+
+    def __init__(
+        self, what: Subject, lengths: Sequence[int], engines: Answering, agent: AgentProcess
     ) -> None:
         self._what = what
         self._lengths = lengths
-        self._seed = seed
-        self._child = child
+        self._engines = engines
         self._agent = agent
-        self._scratch = scratch
         self._known: dict[str, Answer] = {}
         self._cases: list[TierCase] = []
         self._failures: list[str] = []
@@ -297,19 +372,12 @@ class _Trial:
 
     def reference(self) -> None:
         """Answers of an engine that has no connector."""
-        self._known = self._child.run(self._job("reference", {}, 1))
+        self._known = self._engines.answers(REFERENCE, None, 1, lambda _: None)
 
     def phase(self, name: str, *tiers: str, damaged: bool = False) -> None:
         """A fresh engine answers all prompts, once per tier that should have them, "" for none."""
-        settings = {"socket": str(self._agent.socket), "answer_s": 1.0}
-        connector = {
-            "kv_connector": "KvatlasConnector",
-            "kv_connector_module_path": "kvatlas.connectors.vllm_offload",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": settings,
-        }
         before = self._agent.idle()
-        answers = self._child.run(self._job(name, connector, len(tiers)))
+        answers = self._engines.answers(name, self._agent.socket, len(tiers), self._settled)
         after = self._agent.idle()
         seen: dict[str, int] = {}
         for turn, tier in enumerate(tiers):
@@ -325,15 +393,19 @@ class _Trial:
             self._failures.append(f"{name}: the agent says {told}, the engine {seen}")
         for source, count in seen.items():
             self._sums[source] = self._sums.get(source, 0) + count
-        wrong = _more(before["counts"], after["counts"]).get("damaged", 0)
+        counts = _more(before["counts"], after["counts"])
+        wrong = counts.get("damaged", 0)
         self._damaged += wrong
         if damaged != bool(wrong):
-            self._failures.append(f"{name}: {wrong} damaged units were noticed")
+            self._failures.append(f"{name}: {wrong} damaged units were noticed, of {counts}")
+
+    def _settled(self, units: int) -> None:
+        self._agent.wait(lambda s: not s["busy"] and s["tiers"]["dram"]["units"] >= units)
 
     def _judge(self, answer: Answer, n: int, name: str, tier: str) -> TierCase:
-        found = {_SOURCES.get(s, s): count for s, count in answer.sources.items() if count}
+        found = {self._engines.tier(s, tier): count for s, count in answer.sources.items() if count}
         position = last_position(n, self._what.layout.grid_tokens) if tier else 0
-        differs = difference(self._known[f"reference-0-{n}"], answer)
+        differs = difference(self._known[f"{REFERENCE}-0-{n}"], answer)
         ok = differs is None and found == ({tier: position} if tier else {})
         ok = ok and answer.cached_tokens == position
         return TierCase(f"{name}, {n}", tier, position, found, differs, ok)
@@ -370,24 +442,18 @@ class _Trial:
         between(self._agent)
         self._agent.start()
 
-    def report(self) -> TierReport:
+    def report(self, seed: int) -> TierReport:
         """What was found."""
-        name = self._what.name
-        return TierReport(name, self._cases, self._failures, self._sums, self._damaged)
-
-    def _job(self, name: str, connector: dict[str, Any], turns: int) -> dict[str, Any]:
-        runs = [
-            {
-                "id": f"{name}-{turn}-{n}",
-                "prompt": text(self._seed + n, n),  # of different text: none begins another
-                "params": {},
-                "forget": True,
-                "like": f"reference-0-{n}" if connector else "",
-            }
-            for turn in range(turns)
-            for n in self._lengths
-        ]
-        return _job(self._what, self._scratch, runs, self._known) | {"connector": connector}
+        return TierReport(
+            self._what.name,
+            self._engines.runtime(),
+            seed,
+            today(),
+            self._cases,
+            self._failures,
+            self._sums,
+            self._damaged,
+        )
 
 
 def _more(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
