@@ -1,4 +1,5 @@
-"""Two real vLLM servers and their node's agent behind the gateway: what it foresees is what comes.
+"""Two real vLLM servers and their node's agent behind the gateway: what it foresees is what comes,
+also while the agent's store stands still or is gone.
 
 Each engine's own cache is emptied, so that what it resumes from then can only be the agent's.
 """
@@ -9,6 +10,7 @@ import asyncio
 import http.client
 import json
 import re
+import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scenarios"))
 from harness import Held, Product
 from real_engines import MODEL, READY_S, complete, post, tiny_model, vllm_engine
+from stores_kit import start_valkey
 
 import kvatlas
 from kvatlas.config import AgentConfig, KeysConfig, RouterConfig, TokenizerConfig, WorkerConfig
@@ -32,11 +35,12 @@ BLOCK = 32
 BLOCKS = 40
 PROMPT = [11 + i % 97 for i in range(BLOCKS * BLOCK + 7)]
 END = BLOCKS * BLOCK
+UNWRITTEN = ("write_rests", "write_failed")  # what became of a save's copy for the store
 _TOLD: dict[str, int] = {}
 
 
 class Node(AgentProcess):
-    """An agent that the gateway hears."""
+    """An agent that the gateway hears, with a store."""
 
     def __init__(self, folder: Path) -> None:
         self.secret = folder / "secret"
@@ -46,15 +50,25 @@ class Node(AgentProcess):
         config.write_text(f'[keys]\nsecret_file = "{self.secret}"\n{worker}')
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
-        super().__init__(folder, (f"--listen={port}", f"--config={config}"))
+        self.store = start_valkey(folder)
+        store = f"--object=valkey://127.0.0.1:{self.store.port}?deadline_s=0.5"
+        super().__init__(folder, (f"--listen={port}", f"--config={config}", store))
+
+    def told(self, *reasons: str) -> int:
+        """How often the agent has counted any of these."""
+        counts = self.wait(lambda status: True)["counts"]
+        return sum(counts.get(reason, 0) for reason in reasons)
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     made = Node(tmp_path_factory.mktemp("node"))
-    made.start()
-    yield made
-    made.end()
+    try:
+        made.start()
+        yield made
+    finally:
+        made.end()
+        made.store.kill()
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +79,7 @@ def engines(
         "kv_connector": "KvatlasConnector",
         "kv_role": "kv_both",
         "kv_connector_module_path": "kvatlas.connectors.vllm_offload",
-        "kv_connector_extra_config": {"socket": str(node.socket), "answer_s": 2.0},
+        "kv_connector_extra_config": {"socket": str(node.socket), "answer_s": 30.0},
     }
     folder = tmp_path_factory.mktemp("engines")
     args = ("--kv-transfer-config", json.dumps(connector))
@@ -120,6 +134,55 @@ async def test_a_prompt_that_no_engine_has_is_resumed_where_the_gateway_foresaw_
         await asyncio.to_thread(_emptied, engine)
         await product.until_equal(lambda: product.ask(PROMPT[:END], MODEL), expected)
     assert not any(gap.flag for gap in product.assembly.dispatcher.gaps.values())
+
+
+async def test_a_store_that_stops_or_dies_costs_no_request(
+    product: Product, node: Node, engines: dict[str, VllmEngine]
+) -> None:
+    """It is asked by every prompt that is new, and written to by every save."""
+
+    async def served(first: int) -> None:
+        """Saved by one engine, and resumed from the agent's memory."""
+        prompt = [first, *PROMPT[: 8 * BLOCK]]
+        once = await product.complete(prompt, MODEL, temperature=0.0)
+        assert (once.status, once.cached) == (200, 0), once.body
+        await asyncio.to_thread(node.wait, lambda status: not status["busy"])
+        for engine in engines.values():
+            await asyncio.to_thread(_emptied, engine)
+        again = await product.complete(prompt, MODEL, temperature=0.0)
+        assert (again.status, again.cached, again.text) == (200, 8 * BLOCK, once.text)
+
+    async def told(*reasons: str) -> int:
+        return await asyncio.to_thread(node.told, *reasons)
+
+    async def rises(before: int, *reasons: str) -> None:
+        async def so() -> bool:
+            return await told(*reasons) > before
+
+        await product.until(so)
+
+    await served(1)
+    silent, unwritten = await told("object_silent"), await told(*UNWRITTEN)
+    node.store.process.send_signal(signal.SIGSTOP)
+    await served(2)
+    await rises(silent, "object_silent")
+    await rises(unwritten, *UNWRITTEN)
+
+    silent, unwritten = await told("object_silent"), await told(*UNWRITTEN)
+    node.store.kill()
+    await served(3)
+    await rises(silent, "object_silent")
+    await rises(unwritten, *UNWRITTEN)
+
+    node.store = start_valkey(node.socket.parent, port=node.store.port)
+    status = await asyncio.to_thread(
+        node.wait, lambda status: not status["tiers"]["object"]["rests"]
+    )
+    written = status["moved_bytes"].get("write object", 0)
+    await served(4)
+    await asyncio.to_thread(
+        node.wait, lambda status: status["moved_bytes"].get("write object", 0) > written
+    )
 
 
 def _emptied(engine: VllmEngine) -> None:
