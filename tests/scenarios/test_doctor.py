@@ -240,6 +240,18 @@ async def test_a_gateway_of_somebody_else(client: HttpClient) -> None:
     assert "wrong" not in report.counts
 
 
+async def test_engines_that_only_the_gateway_can_reach(client: HttpClient) -> None:
+    async with Stage(Plan()) as stage:
+        far = [
+            msgspec.structs.replace(worker, url=f"http://127.0.0.1:{port}")
+            for port, worker in enumerate(stage.cluster.workers, 1)
+        ]
+        report = await examine(client, Cluster(tuple(far), stage.cluster.gateway), QUICK)
+    assert status(report, "reach") == {"not shown"}
+    assert status(report, "routed-hit") == {"ok"}
+    assert "wrong" not in report.counts
+
+
 async def test_of_several_ranks_the_first_is_asked_each_time(client: HttpClient) -> None:
     ranks: list[str] = []
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvatlas.cli.output import print_json, status
@@ -116,15 +117,16 @@ def _print(report: Report, console: Console, *, everything: bool) -> None:
 
 
 def _print_findings(findings: Iterable[Finding], console: Console) -> None:
-    """What has one reason, and nothing to compare, is told once."""
+    """What has the same reason is told once."""
     told: dict[object, list[Finding]] = {}
     for finding in findings:
-        reason = (finding.who, finding.why, finding.change)
-        told.setdefault(len(told) if finding.compared else reason, []).append(finding)
+        reason = (finding.why, finding.change, *finding.compared.items())
+        told.setdefault(reason, []).append(finding)
     for same in told.values():
         first = same[0]
         checks = ", ".join(dict.fromkeys(finding.check for finding in same))
-        console.print(f"[{_COLOURS[first.status]}]{checks}[/] {first.who}", end="")
+        whom = escape(", ".join(dict.fromkeys(finding.who for finding in same)))
+        console.print(f"[{_COLOURS[first.status]}]{checks}[/] {whom}", end="")
         console.print(f": {first.why}" if first.why else "", markup=False)
         if first.compared:
             values = ", ".join(f"{name}: {value}" for name, value in first.compared.items())
@@ -139,7 +141,7 @@ def _print_score(score: Score, console: Console) -> None:
         mark = "[green]named[/]" if named else "[bold red]missed[/]"
         console.print(f"{mark} {plant}: {score.expected[plant]}")
     for alarm in score.false_alarms:
-        console.print(f"[bold red]false alarm[/] {alarm}")
+        console.print(f"[bold red]false alarm[/] {escape(alarm)}")
     console.print(
         f"{len(score.named)} of {len(score.planted)} named, {len(score.false_alarms)} false "
         f"alarms, {score.seconds:.0f} s"

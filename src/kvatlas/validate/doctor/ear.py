@@ -15,6 +15,7 @@ from kvatlas.service.feed import Source
 from kvatlas.service.wire import PAYLOAD_BYTES_MAX, Decoder
 
 _KEPT_MAX = 4096  # batches; a busy engine sends a few hundred in the time that this takes
+_KEPT_BYTES_MAX = 64 << 20
 _SEQ_BYTES = 8
 
 
@@ -27,6 +28,8 @@ class Ear:
         self.gap = ""
         self.malformed = 0
         self.batches: list[Batch] = []
+        self._expected: int | None = None
+        self._left_bytes = _KEPT_BYTES_MAX
         self._context = context
         self._decoder = Decoder()
         self._sub: zmq.asyncio.Socket | None = None
@@ -65,12 +68,12 @@ class Ear:
         if self._sub is not None:
             self._sub.close(0)
 
-    def stored(self, ids: bytes) -> list[BlockStored]:
-        """Events that tell of a prompt's first block, or of more. ``ids``: uint32, little
-        endian."""
+    def stored(self, ids: bytes, since: int = 0) -> list[BlockStored]:
+        """Events that tell of a prompt's first block, or of more, but for those in the first
+        ``since`` batches. ``ids``: uint32, little endian."""
         return [
             event
-            for batch in self.batches
+            for batch in self.batches[since:]
             for event in batch.events
             if isinstance(event, BlockStored)
             and event.parent is None
@@ -81,12 +84,14 @@ class Ear:
 
     async def until_stored(self, ids: bytes, patience_s: float) -> bool:
         """Whether such an event came, or comes in this time."""
+        seen = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
-                while not self.stored(ids) and not self.error:
+                while not self.error and not self.stored(ids, seen):
+                    seen = len(self.batches)
                     self._news.clear()
                     await self._news.wait()
-        return bool(self.stored(ids))
+        return bool(self.stored(ids, seen))
 
     async def replayed(self, patience_s: float) -> str:
         """Asks again for all that was heard: "" where the same came, else what went wrong."""
@@ -134,9 +139,10 @@ class Ear:
                 continue
             batch = self._decoder.decode(int.from_bytes(frames[-2], "big"), frames[-1])
             self.malformed += batch.malformed
-            if self.batches and batch.seq != self.batches[-1].seq + 1:
-                expected = self.batches[-1].seq + 1
-                self.gap = self.gap or f"batch {expected} was expected, {batch.seq} came"
-            if len(self.batches) < _KEPT_MAX:
+            if self._expected not in (None, batch.seq):
+                self.gap = self.gap or f"batch {self._expected} was expected, {batch.seq} came"
+            self._expected = batch.seq + 1
+            self._left_bytes -= len(frames[-1])
+            if len(self.batches) < _KEPT_MAX and self._left_bytes >= 0:
                 self.batches.append(batch)
             self._news.set()

@@ -111,16 +111,18 @@ class Front:
         if self.facts.ours:
             held = await self._until_held(model, prompt.ids, holders)
             self.note(ids=held, text=await self._keys(model, prompt.text))
-        asked = {"fresh": await target.complete(ids)}
-        if asked["fresh"].error:
-            self.note(canaries={"fresh": asked["fresh"], "again": asked["fresh"]})
-            return
-        if self.facts.ours and asked["fresh"].worker:
-            await self._until_held(model, ids, [asked["fresh"].worker.partition("#")[0]])
-        asked["again"] = await target.complete(ids)
-        self.note(canaries=canaries.told(asked))
+        await self._twice(target, ids)
         await self.alarms()
         await self._hand_over(target, prompt)
+
+    async def _twice(self, target: canaries.Target, prompt: str | tuple[int, ...]) -> None:
+        """The same prompt again, once the gateway can know of the first."""
+        fresh = again = await target.complete(prompt)
+        if not fresh.error:
+            if self.facts.ours and fresh.worker:
+                await self._until_held(target.model, prompt, [fresh.worker.partition("#")[0]])
+            again = await target.complete(prompt)
+        self.note(canaries=canaries.told({"fresh": fresh, "again": again}))
 
     async def ask_text(self) -> None:
         """The same text twice, where no engine is there to make token ids of it."""
@@ -129,9 +131,7 @@ class Front:
         target = canaries.Target(
             self._client, self.url, self.models[0], deadline_s=self._patience.answer_s
         )
-        text = canaries.loose()
-        asked = {"fresh": await target.complete(text), "again": await target.complete(text)}
-        self.note(canaries=canaries.told(asked))
+        await self._twice(target, canaries.loose())
 
     async def _hand_over(self, target: canaries.Target, prompt: canaries.Prompt) -> None:
         """More of them, until it is seen what the pairs go over that should go over RDMA."""
