@@ -115,6 +115,10 @@ def noisy(base_s: float, number: int, count: int = 30) -> list[float | None]:
 def test_what_differs_is_called_and_what_does_not_is_not() -> None:
     """Rounds differ by more than the arms do; pair by pair that is no matter."""
     told, there = found(lambda arm, n: played(arm, n, noisy(0.2 if arm == "a" else 0.16, n)))
+    mean = there.estimate("a", "TTFT p50").interval
+    assert mean is not None
+    assert mean.low is not None
+    assert 0 <= mean.low < mean.mean
     slower = difference(there, "TTFT p50")
     assert slower.verdict == "better"
     assert slower.relative == pytest.approx(-0.1, abs=0.02)  # 0.04 of 0.4: the rounds' mean
@@ -145,6 +149,7 @@ def test_a_failed_request_is_endlessly_late() -> None:
     assert there.estimate("b", "TTFT p50").interval is not None
     assert difference(there, "TTFT p95").verdict == "not shown"
     assert difference(there, "TTFT p95").reason == f"b: {late.reason}"
+    assert words.endings(told) == ["b: 20 × timeout, the first in round 1, request 0: no answer"]
     assert not told.sound
 
 

@@ -164,7 +164,7 @@ padding:18px 20px;margin:16px 0}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 caption{caption-side:bottom;text-align:left;color:var(--soft);font-size:13px;padding-top:6px}
 th,td{text-align:left;padding:5px 14px 5px 0;border-bottom:1px solid var(--line);
-vertical-align:top;overflow-wrap:anywhere}
+vertical-align:top;overflow-wrap:break-word}
 th{font-weight:600;color:var(--soft);font-size:13px}
 th:first-child,td:first-child{min-width:8em;overflow-wrap:break-word}
 .n{text-align:right;white-space:nowrap}

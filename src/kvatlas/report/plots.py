@@ -74,7 +74,7 @@ def line_plot(
     up = Scale(y, [p[1] for p in every] + on_y, _HEIGHT - _BOTTOM, _TOP)
     body = [_x_axis(across, _HEIGHT - _BOTTOM, _TOP), _y_axis(up)]
     body += [_series(line, index, across, up) for index, line in enumerate(drawn)]
-    body += [_mark(mark, across if mark.axis == "x" else up) for mark in marks]
+    body += [_mark(mark, i, across if mark.axis == "x" else up) for i, mark in enumerate(marks)]
     left = {"points that these axes cannot show": lost, "series": len(lines) - SERIES_MAX}
     said = _notes(note, left)
     return _figure(title, said, _key([line.name for line in drawn]), _svg(_HEIGHT, title, body))
@@ -194,14 +194,16 @@ def _bar(bars: Bars, row: int, index: int, top: float, scale: Scale) -> str:
     )
 
 
-def _mark(mark: Mark, scale: Scale) -> str:
+def _mark(mark: Mark, index: int, scale: Scale) -> str:
+    """One limit; names of neighbours stand below each other."""
     if not scale.axis.shows(mark.value):
         return ""
     at, foot, right = scale.at(mark.value), _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     if mark.axis == "y":
         line, x, y, anchor = f"M{_LEFT} {at:.1f}H{right}", right - 4.0, at - 5, "end"
     else:
-        line, x, y, anchor = f"M{at:.1f} {_TOP}V{foot}", at + 5, _TOP + 12, "start"
+        y = _TOP + 12 + 14 * (index % 8)
+        line, x, anchor = f"M{at:.1f} {_TOP}V{foot}", at + 5, "start"
         if at > _WIDTH / 2:
             x, anchor = at - 5, "end"
     return f'<path class=mark d="{line}"/>{_words(x, y, mark.text, anchor, "ink")}'

@@ -32,6 +32,7 @@ from kvatlas.workload.trace import VOCAB_SIZE, TraceRequest, tokens_of
 
 EXPECTED_HEADER = "x-kvatlas-expected-hit-tokens"
 WORKER_HEADER = "x-kvatlas-worker"
+CONNECT_S = 30.0  # as patient as users' clients: a full backlog takes SYNs up seconds later
 CLOSED_LOOP_MAX = 10_000  # requests of a closed loop: all of them wait at once
 _HEADERS = [(b"content-type", b"application/json")]
 
@@ -163,7 +164,11 @@ async def run_load(
         origin = origin_of(plan.target)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    client = HttpClient(idle_timeout_s=plan.timeout_s, idle_max=plan.max_in_flight)
+    client = HttpClient(
+        connect_timeout_s=min(plan.timeout_s, CONNECT_S),
+        idle_timeout_s=plan.timeout_s,
+        idle_max=plan.max_in_flight,
+    )
     tally = _Tally()
 
     def ended(record: Record) -> None:

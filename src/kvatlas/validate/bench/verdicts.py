@@ -156,6 +156,8 @@ def _estimate(arm: str, metric: str, figures: dict[int, Figure]) -> Estimate:
     if reason:
         return Estimate(arm, metric, tuple(values), None, reason)
     found = interval(values)
+    if found.low is not None:  # nothing that is measured here is negative
+        found = msgspec.structs.replace(found, low=max(0.0, found.low))
     few = f"no interval: {len(values)} rounds, {ROUNDS_MIN} are needed"
     return Estimate(arm, metric, tuple(values), found, few if found.low is None else "")
 

@@ -87,12 +87,30 @@ def compared(outcome: Outcome, found: Findings) -> list[str]:
 
 
 def endings(outcome: Outcome) -> list[str]:
-    """How searches, arms and the bench itself ended, one sentence each."""
+    """How searches, requests, arms and the bench itself ended, one sentence each."""
     lines = [knee_text(outcome, knee) for knee in outcome.knees]
+    lines += _failures(outcome)
     lines += [f"{name} left the bench {why}." for name, why in outcome.left.items()]
     if outcome.interrupted:
         lines.append("The bench was interrupted: these are the rounds that were whole by then.")
     return lines
+
+
+def _failures(outcome: Outcome) -> list[str]:
+    """Per arm and kind how many requests of the rounds failed, and what the first one said."""
+    counts: dict[tuple[str, str], int] = {}
+    examples: dict[tuple[str, str], str] = {}
+    for round in outcome.rounds:
+        for kind, count in (round.load.errors if round.load else {}).items():
+            key = (round.arm, kind)
+            counts[key] = counts.get(key, 0) + count
+            if round.load is not None:
+                said = f"round {round.number + 1}, {round.load.error_examples[kind]}"
+                examples.setdefault(key, said)
+    return [
+        f"{arm}: {count} × {kind}, the first in {examples[arm, kind]}"
+        for (arm, kind), count in counts.items()
+    ]
 
 
 def knee_text(outcome: Outcome, knee: Knee) -> str:
