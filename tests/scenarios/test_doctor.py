@@ -132,6 +132,31 @@ def test_input_at_fault(argv: list[str], told: str, capsys: pytest.CaptureFixtur
     assert told in capsys.readouterr().err
 
 
+async def test_an_api_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: set[str] = set()
+
+    async def handle(request: Request, reply: Reply) -> None:
+        asked.add(request.header("authorization"))
+        reply.send(401, [])
+
+    server = HttpServer(handle)
+    await server.start("127.0.0.1", 0)
+    file = tmp_path / "key"
+    argv = ["--engine", f"http://127.0.0.1:{server.port}", "--api-key-file", str(file)]
+    try:
+        assert await run(*argv) == 2
+        assert "cannot be read" in capsys.readouterr().err
+        file.write_text("two words\n")
+        assert await run(*argv) == 2
+        assert "one key, without spaces" in capsys.readouterr().err
+        file.write_text("sk-1\n")
+        assert await run(*argv) == 3
+        assert "status 401" in capsys.readouterr().out
+    finally:
+        await server.close()
+    assert asked == {"Bearer sk-1"}
+
+
 def test_a_file_and_engines_are_one_too_many(tmp_path: Path) -> None:
     file = tmp_path / "kvatlas.toml"
     file.write_text('[[worker]]\nname = "w"\nurl = "http://127.0.0.1:1"\n')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvatlas.cli.output import print_json, status
-from kvatlas.cli.running import client
 from kvatlas.core.checks import CHECKS
 from kvatlas.core.findings import Finding, Status, worst
 from kvatlas.errors import ConfigError
+from kvatlas.service.http_client import HttpClient
 from kvatlas.validate.doctor import Cluster, Report, examine, from_config, from_urls
+from kvatlas.validate.doctor.canaries import WithKey
 from kvatlas.validate.doctor.engines import Patience
 from kvatlas.validate.doctor.selftest import Score, self_test
 
@@ -55,6 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--config", type=Path, metavar="FILE", help="kvatlas.toml of the cluster")
     add("--gateway", default="", metavar="URL", help="a gateway, or any router in front")
     add("--engine", action="append", default=[], metavar="URL", help="an engine; may be repeated")
+    add("--api-key-file", type=Path, metavar="FILE", help="sent to all of them as Bearer")
     add("--answer-s", type=float, default=15.0, metavar="S", help="wait for one answer (15)")
     add("--event-s", type=float, default=5.0, metavar="S", help="wait for KV events (5)")
     add("--all", action="store_true", help="show also what is right")
@@ -86,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
 
 async def _examined(args: argparse.Namespace) -> Report:
     patience = Patience(args.answer_s, args.event_s)
-    async with client() as asked:
+    asked = WithKey(_key(args.api_key_file)) if args.api_key_file else HttpClient()
+    try:
         if args.config is not None:
             if args.engine:
                 raise ConfigError("--engine: --config names the engines already")
@@ -96,6 +100,18 @@ async def _examined(args: argparse.Namespace) -> Report:
         else:
             raise ConfigError("which cluster? --config FILE, --gateway URL or --engine URL")
         return await examine(asked, cluster, patience)
+    finally:
+        await asked.close()
+
+
+def _key(path: Path) -> str:
+    try:
+        key = path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path}: cannot be read: {error}") from error
+    if not re.fullmatch(r"[!-~]+", key):
+        raise ConfigError(f"--api-key-file {path}: one key, without spaces, is needed")
+    return key
 
 
 def _print(report: Report, console: Console, *, everything: bool) -> None:

@@ -95,7 +95,8 @@ def prefix_cache(engine: EngineFacts) -> Iterator[Finding]:
         why = "the same prompt twice, and its counters show no hit at all"
         yield wrong(check, who, why, on, {"counted hits": 0, "expected": expected})
     elif again.cached_tokens < 0:
-        yield not_shown(check, who, _UNTOLD, _TELL)
+        counted = {} if engine.counted_hits is None else {"counted hits": engine.counted_hits}
+        yield not_shown(check, who, _UNTOLD, _TELL, counted)  # its counters count others, too
     elif expected <= 0:
         yield not_shown(check, who, f"{again.prompt_tokens} tokens are too few for a block")
     elif again.cached_tokens == 0:

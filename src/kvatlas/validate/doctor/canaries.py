@@ -15,7 +15,8 @@ from kvatlas.core.check_facts import Asked
 from kvatlas.errors import EngineError
 from kvatlas.service.assembly import RANK_HEADER
 from kvatlas.service.chat_messages import Dialect, Unkeyable
-from kvatlas.service.http_client import HttpClient
+from kvatlas.service.http import Headers
+from kvatlas.service.http_client import HttpClient, Origin
 from kvatlas.service.verify import CHAT, COMPLETION, questions_for, to_bytes
 
 ANSWER_TOKENS = 8
@@ -42,6 +43,20 @@ class Prompt(msgspec.Struct, frozen=True):
         """Another prompt of valid ids, as long, whose first block is another one."""
         at = 1 + by % max(1, len(self.ids) - 1)
         return self.ids[at:] + self.ids[:at]
+
+
+class WithKey(HttpClient):
+    """Sends an API key with each request."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self._authorization = (b"authorization", b"Bearer " + key.encode())
+
+    async def exchange(
+        self, method: str, origin: Origin, target: str, headers: Headers, **more: Any
+    ) -> None:
+        """As of any client, with the key."""
+        await super().exchange(method, origin, target, [*headers, self._authorization], **more)
 
 
 class Target(msgspec.Struct, frozen=True):
