@@ -7,6 +7,7 @@ import contextlib
 import gc
 import itertools
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvatlas import __version__
 from kvatlas.cli import sim_faults, sim_prices
 from kvatlas.cli.output import check_output, json_bytes, print_json, progress, write_file
 from kvatlas.cli.trace_input import add_trace_options, opened
@@ -25,6 +27,7 @@ from kvatlas.report.latency import Slo
 from kvatlas.report.table import goodput_text, latency_table, seconds
 from kvatlas.sim.cluster import Cluster, default_cluster, load_cluster, with_tiers
 from kvatlas.sim.gateway import Outcome
+from kvatlas.sim.page import page
 from kvatlas.sim.report import SimReport
 from kvatlas.sim.tier_spec import parse_tiers
 from kvatlas.sim.world import Play, simulate
@@ -88,6 +91,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--slo-tpot-s", type=float, metavar="S", help="objective: time per output token")
     add("--json", type=Path, metavar="FILE", help="also write the result as JSON (- for stdout)")
     add("--export", type=Path, metavar="FILE", help="write one JSON line per request")
+    add("--html", type=Path, metavar="FILE", help="write the report as one page")
     add("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=run)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", action=_Instead)
@@ -97,8 +101,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     if str(args.json) != "-":
-        check_output("--json", args.json, args.trace, args.cluster, args.export)
-    check_output("--export", args.export, args.trace, args.cluster)
+        check_output("--json", args.json, args.trace, args.cluster, args.export, args.html)
+    check_output("--export", args.export, args.trace, args.cluster, args.html)
+    check_output("--html", args.html, args.trace, args.cluster)
     cluster = _cluster(args)
     play = _play(args)
     trace = opened(args)
@@ -108,12 +113,23 @@ def run(args: argparse.Namespace) -> int:
     # Counting also finds faults of the file before anything is simulated.
     total = _counted(args, trace)
     bar = progress("requests", total, quiet=args.quiet)
+    ttft_s = array("d")
+
+    def ended(outcome: Outcome) -> None:
+        if args.html is not None and not outcome.fault:
+            ttft_s.append(outcome.ttft_s)
+        if export is not None:
+            export(outcome)
+
     with _export(args.export) as export, bar as on_end, _no_collector():
+        watch = ended if args.html is not None or export is not None else None
         report = simulate(
-            cluster, trace, play, seed=args.seed, slo=slo, export=export, on_end=on_end
+            cluster, trace, play, seed=args.seed, slo=slo, export=watch, on_end=on_end
         )
     if not report.latency.requests:
         raise ConfigError(f"{args.trace}: no requests in it")
+    if args.html is not None:
+        write_file("--html", args.html, page(cluster, report, ttft_s, __version__).encode())
     if str(args.json) == "-":
         print_json(report)
     else:
