@@ -68,6 +68,21 @@ async def test_a_prompt_is_told_by_its_first_block(ear: Ear, publisher: EventPub
     assert await ear.replayed(WAIT_S) == ""
 
 
+async def test_an_event_for_each_page_of_one_token(ear: Ear, publisher: EventPublisher) -> None:
+    ids = tuple(range(50, 70))
+    pages = [
+        BlockStored((100 + i,), 99 + i if i else 5, packed((token,)), 1)  # its first is known
+        for i, token in enumerate(ids)
+    ]
+    publisher.publish(pages, 0.0)
+    longer = packed((49, *ids))
+    assert await ear.until_stored(longer, WAIT_S)
+    (run,) = ear.stored(longer)
+    assert (run.block_tokens, run.hashes[:2], run.parent) == (1, (100, 101), 5)
+    assert not ear.stored(packed((49, *ids[:7])))
+    assert not ear.stored(packed(ids[:4] + ids[5:]))
+
+
 async def test_lost_batches_are_told(ear: Ear, publisher: EventPublisher) -> None:
     publisher.skip(2)
     publisher.publish([stored(7)], 0.0)

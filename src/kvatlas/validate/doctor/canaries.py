@@ -7,6 +7,7 @@ import secrets
 import struct
 from array import array
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -39,10 +40,18 @@ class Prompt(msgspec.Struct, frozen=True):
     text: str
     ids: tuple[int, ...]
 
-    def rotated(self, by: int) -> tuple[int, ...]:
-        """Another prompt of valid ids, as long, whose first block is another one."""
-        at = 1 + by % max(1, len(self.ids) - 1)
-        return self.ids[at:] + self.ids[:at]
+    def another(self, number: int) -> tuple[int, ...]:
+        """Another prompt of the same ids, in an order that comes of ``number``; the first, which
+        often stands for the start of a text, stays."""
+        first, *rest = self.ids
+        rest = [
+            id
+            for _, id in sorted(
+                (blake2b(b"%d %d" % (number, index), digest_size=8).digest(), id)
+                for index, id in enumerate(rest)
+            )
+        ]
+        return (first, *rest)
 
 
 class WithKey(HttpClient):

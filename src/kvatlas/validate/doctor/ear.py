@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 
+import msgspec
 import zmq
 import zmq.asyncio
 import zmq.utils.monitor
@@ -17,6 +19,8 @@ from kvatlas.service.wire import PAYLOAD_BYTES_MAX, Decoder
 _KEPT_MAX = 4096  # batches; a busy engine sends a few hundred in the time that this takes
 _KEPT_BYTES_MAX = 64 << 20
 _SEQ_BYTES = 8
+_ENOUGH_TOKENS = 8
+TOKEN_BYTES = 4
 
 
 class Ear:
@@ -69,18 +73,10 @@ class Ear:
             self._sub.close(0)
 
     def stored(self, ids: bytes, since: int = 0) -> list[BlockStored]:
-        """Events that tell of a prompt's first block, or of more, but for those in the first
-        ``since`` batches. ``ids``: uint32, little endian."""
-        return [
-            event
-            for batch in self.batches[since:]
-            for event in batch.events
-            if isinstance(event, BlockStored)
-            and event.parent is None
-            and event.hashes
-            and len(event.tokens) >= event.block_tokens * 4 > 0
-            and ids.startswith(event.tokens[: event.block_tokens * 4])
-        ]
+        """Events that tell of this prompt, but for those in the first ``since`` batches; those that
+        follow each other in one chain as one. ``ids``: uint32, little endian."""
+        runs = (run for batch in self.batches[since:] for run in _runs(batch))
+        return [run for run in runs if _tells(run, ids)]
 
     async def until_stored(self, ids: bytes, patience_s: float) -> bool:
         """Whether such an event came, or comes in this time."""
@@ -146,3 +142,31 @@ class Ear:
             if len(self.batches) < _KEPT_MAX and self._left_bytes >= 0:
                 self.batches.append(batch)
             self._news.set()
+
+
+def _runs(batch: Batch) -> Iterator[BlockStored]:
+    """SGLang sends an event for each page: those of one chain are put together."""
+    run: BlockStored | None = None
+    for event in batch.events:
+        if not isinstance(event, BlockStored) or not event.hashes:
+            continue
+        if run is not None and event.parent == run.hashes[-1] and event.group == run.group:
+            hashes, tokens = (*run.hashes, *event.hashes), run.tokens + event.tokens
+            run = msgspec.structs.replace(run, hashes=hashes, tokens=tokens)
+            continue
+        if run is not None:
+            yield run
+        run = event
+    if run is not None:
+        yield run
+
+
+def _tells(run: BlockStored, ids: bytes) -> bool:
+    """Whether it is of this prompt: by its first block, or where blocks are small, by enough
+    tokens anywhere in it, as other prompts may begin with the same one."""
+    whole = run.block_tokens * TOKEN_BYTES
+    if run.parent is None and run.block_tokens >= _ENOUGH_TOKENS:
+        return len(run.tokens) >= whole and ids.startswith(run.tokens[:whole])
+    piece = run.tokens[: _ENOUGH_TOKENS * TOKEN_BYTES]
+    at = ids.find(piece) if len(piece) == _ENOUGH_TOKENS * TOKEN_BYTES else -1
+    return at >= 0 and at % TOKEN_BYTES == 0

@@ -18,7 +18,7 @@ from kvatlas.service import identity, probe
 from kvatlas.service.http_client import HttpClient
 from kvatlas.validate.counters import Counters, read
 from kvatlas.validate.doctor import canaries
-from kvatlas.validate.doctor.ear import Ear
+from kvatlas.validate.doctor.ear import TOKEN_BYTES, Ear
 from kvatlas.workload.proofs import Proof, Runtime, settled
 
 _FAILURES_MAX = 2
@@ -124,7 +124,7 @@ class Examined:
         except EngineError as error:
             self.note(chat_error=str(error))
         target, ids, salt = self.target, shared.ids, f"kvatlas-doctor-{number}-{time.time_ns()}"
-        own = shared.rotated(number)
+        own = shared.another(number)
         questions: dict[str, Callable[[], Awaitable[Asked]]] = {
             "own": lambda: target.complete(own, tokens=1),
             "fresh": lambda: target.complete(ids),
@@ -218,7 +218,8 @@ def _hashes(ear: Ear, ids: bytes) -> dict[str, int]:
     """The engine's own hash of the prompt's first block, by group, where its first is listed."""
     found: dict[str, int] = {}
     for event in ear.stored(ids):
-        if event.salt or len(event.hashes) * event.block_tokens * 4 != len(event.tokens):
+        whole = len(event.hashes) * event.block_tokens * TOKEN_BYTES == len(event.tokens)
+        if event.salt or event.parent is not None or not whole:
             continue
         name = f"group {event.group or 0}, blocks of {event.block_tokens}"
         found.setdefault(name, event.hashes[0])

@@ -30,6 +30,7 @@ from kvatlas.validate.doctor.engines import Patience
 
 _LOOK_AGAIN_S = 0.05
 _HAND_OVERS_MAX = 20
+_THROUGH = 1 << 20  # numbers of prompts that no engine is asked by itself
 _IN_VAIN = 0.1
 _TIERS = (
     "kvatlas_agent_tier_capacity_bytes",
@@ -107,7 +108,7 @@ class Front:
         if self.facts.error:
             return
         target = canaries.Target(self._client, self.url, model, deadline_s=self._patience.answer_s)
-        ids = prompt.rotated(len(prompt.ids) - 2)
+        ids = prompt.another(_THROUGH)
         if self.facts.ours:
             held = await self._until_held(model, prompt.ids, holders)
             self.note(ids=held, text=await self._keys(model, prompt.text))
@@ -138,7 +139,7 @@ class Front:
         for number in range(_HAND_OVERS_MAX):
             if not any(p.expected == "rdma" and not p.seen for p in self.facts.pairs):
                 return
-            await target.complete(prompt.rotated(len(prompt.ids) // 2 + number))
+            await target.complete(prompt.another(_THROUGH + 1 + number))
             await asyncio.sleep(self._patience.event_s / _HAND_OVERS_MAX)
             await self.alarms()
 
