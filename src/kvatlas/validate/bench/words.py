@@ -118,15 +118,15 @@ def knee_text(outcome: Outcome, knee: Knee) -> str:
     plan = outcome.plan.knee
     share = f"{plan.share:.0%} of requests within {slo_text(outcome.plan.load.slo)}" if plan else ""
     ends = {
-        "holds everywhere": "at every rate that was tried, so the knee is above it",
-        "holds nowhere": "at no rate that was tried, so the knee is below it",
-        "out of steps": "and there the steps ran out: the knee is between these rates",
-        "stopped": f"and there it stopped: {knee.reason}",
-        "found": f"the knee, to {plan.tolerance:.0%}" if plan else "",
+        "holds everywhere": "that is every rate that was tried, so the knee is above it",
+        "holds nowhere": "the knee is below every rate that was tried",
+        "out of steps": "then the steps ran out, so the knee is between these rates",
+        "stopped": f"there the search stopped: {knee.reason}",
+        "found": f"that is the knee, to {plan.tolerance:.0%}" if plan else "",
     }
     held = f"holds {share} up to {number(knee.holds)}/s" if knee.holds else f"did not hold {share}"
     missed = f", misses at {number(knee.misses)}/s" if knee.misses else ""
-    return f"{knee.arm} {held}{missed}: {ends[knee.ending]}."
+    return f"{knee.arm} {held}{missed}; {ends[knee.ending]}."
 
 
 def facts(outcome: Outcome) -> list[tuple[str, str]]:
