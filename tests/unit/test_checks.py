@@ -223,6 +223,7 @@ ALL_UNTOLD = engine(canaries=dict.fromkeys(CANARIES, UNTOLD))
         (canaries(again=FAILED), "hits-told", "status 503"),
         (canaries(fresh=FAILED), "right-answer", "status 503"),
         (canaries(again=NONE), "right-answer", "nothing was resumed"),
+        (canaries(fresh=msgspec.structs.replace(NONE, text="")), "right-answer", "is empty"),
         (canaries(salted=FAILED), "salt", "status 503"),
         (canaries(again=NONE), "salt", "without a salt either"),
         (canaries(again=NONE), "tokenizer", "see prefix-cache"),
@@ -318,6 +319,24 @@ def test_ranks_count_where_they_split_the_state() -> None:
     assert [f.status for f in of(Facts(whole), "tensor-parallel")] == ["ok"]
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("version-skew", {"version": ""}),
+        ("context", {"context_tokens": 0}),
+        ("dtype-skew", {"kv_dtype": ""}),
+        ("block-size-skew", {"told_block_tokens": 0}),
+        ("draft", {"metrics_error": "status 404"}),
+        ("weights", {"canaries": CANARIES | {"fresh": Asked(prompt_tokens=66)}}),
+        ("weights", {"canaries": CANARIES | {"fresh": Asked(error="status 503")}}),
+        ("hash-seed", {"stream": StreamFacts(error="nobody there")}),
+    ],
+)
+def test_what_one_of_them_does_not_tell_is_no_pass(name: str, changes: dict[str, Any]) -> None:
+    w1 = engine(name="w1", **changes)
+    assert [(f.who, f.status) for f in of(Facts((W0, w1)), name)] == [("w1", "not shown")]
+
+
 def test_hashes_of_other_blocks_are_not_compared_and_no_pass() -> None:
     w1 = engine(name="w1", stream=msgspec.structs.replace(STREAM, hashes={"group 1": 8}))
     assert [f.status for f in of(Facts((W0, w1)), "hash-seed")] == ["not shown"]
@@ -361,8 +380,12 @@ def test_a_gateway_that_knows_another_fingerprint() -> None:
 
 def test_the_gateway_compares_stores_keys_where_its_secret_is_not_known() -> None:
     told = agent(no_own_roots="no secret").agents
-    assert [f.status for f in of(Facts((W0,), GATEWAY, told), "store-keys")] == ["ok"]
-    apart = msgspec.structs.replace(GATEWAY, alarms={"agent_apart": {"w0": "node: another secret"}})
+    assert [f.status for f in of(Facts((W0,), GATEWAY, told), "store-keys")] == ["not shown"]
+    watching = msgspec.structs.replace(GATEWAY, agents=("node",))
+    assert [f.status for f in of(Facts((W0,), watching, told), "store-keys")] == ["ok"]
+    apart = msgspec.structs.replace(
+        watching, alarms={"agent_apart": {"w0": "node: another secret"}}
+    )
     assert [f.status for f in of(Facts((W0,), apart, told), "store-keys")] == ["wrong"]
 
 

@@ -145,7 +145,8 @@ class GatewayFacts(msgspec.Struct, frozen=True):
     """The router in front. ``ours``: a gateway of kvatlas, with its pages; any other one is only
     asked. ``canaries`` and ``ids``, ``text`` (its keys of them) as of engines; ``own_keys``: the
     same made from the configuration and its secret, where both are there. ``alarms``: problem →
-    whom it concerns → why. ``configured``: URLs by name in the operator's file.
+    whom it concerns → why. ``agents``: those that it watches and that answer it. ``configured``:
+    URLs by name in the operator's file.
     """
 
     url: str
@@ -162,6 +163,7 @@ class GatewayFacts(msgspec.Struct, frozen=True):
     text: KeyFacts = KeyFacts()
     own_keys: dict[str, tuple[str, ...]] = {}
     no_own_keys: str = ""
+    agents: tuple[str, ...] = ()
     pairs: tuple[PairRow, ...] = ()
     rdma: dict[str, str] = {}
 

@@ -305,8 +305,7 @@ def _store_keys(agent: AgentFacts, gateway: GatewayFacts | None) -> Iterator[Fin
     check = "store-keys"
     theirs = sorted({root for root in agent.roots.values() if root})
     if agent.no_own_roots:
-        ours = gateway is not None and gateway.ours and not gateway.error
-        if not ours or gateway is None:
+        if gateway is None or gateway.error or agent.name not in gateway.agents:
             yield not_shown(check, agent.name, agent.no_own_roots)
         elif not theirs:
             yield not_shown(check, agent.name, "no engine is attached to it")

@@ -156,6 +156,9 @@ def right_answer(engine: EngineFacts) -> Iterator[Finding]:
     if again.cached_tokens == 0:
         yield not_shown(check, who, "nothing was resumed, so nothing was answered from the cache")
         return
+    if not said(fresh) or not said(again):
+        yield not_shown(check, who, "an answer is empty: there is nothing to compare")
+        return
     difference = differing(fresh, again)
     if difference:
         why = "the same prompt has another greedy answer once it is resumed from the cache"
@@ -270,6 +273,11 @@ def layout(engine: EngineFacts) -> Iterator[Finding]:
         yield ok(
             "layout", engine.name, {"layout": f"{found.model or 'plain'}, {found.grid_tokens}"}
         )
+
+
+def said(asked: Asked) -> bool:
+    """Whether there is an answer that can be compared."""
+    return not asked.error and bool(asked.text or asked.logprobs)
 
 
 def differing(one: Asked, other: Asked) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from kvatlas.core.check_facts import EngineFacts
-from kvatlas.core.checks_engine import differing
+from kvatlas.core.checks_engine import differing, said
 from kvatlas.core.compat import layout_differences
 from kvatlas.core.findings import Finding, not_applicable, not_shown, ok, wrong
 
@@ -59,6 +59,12 @@ def _of_fingerprint(field: str) -> Callable[[EngineFacts], str]:
     return value
 
 
+def _draft(engine: EngineFacts) -> str:
+    """vLLM tells by its metrics alone."""
+    untold = engine.kind == "vllm" and bool(engine.metrics_error)
+    return "yes" if engine.draft else "" if untold else "none"
+
+
 def _ranks(engine: EngineFacts) -> str:
     """Where the state is split by rank."""
     split = engine.layout is not None and engine.layout.tensor_parallel == "by_head"
@@ -69,14 +75,14 @@ def _ranks(engine: EngineFacts) -> str:
 
 def weights(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
     """The same prompt has the same greedy answer everywhere."""
-    answered = [e for e in engines if not e.asked("fresh").error]
+    answered = [e for e in engines if said(e.asked("fresh"))]
     if len(engines) < _SEVERAL:
         yield not_applicable("weights", _names(engines), _ALONE)
         return
     for engine in engines:
         if engine not in answered:
-            why = f"the canary failed: {engine.asked('fresh').error}"
-            yield not_shown("weights", engine.name, why)
+            why = engine.asked("fresh").error or "its answer is empty"
+            yield not_shown("weights", engine.name, f"the canary failed: {why}")
     apart = {a.name: [b.name for b in answered if _apart(a, b)] for a in answered}
     if not any(apart.values()):
         if len(answered) > 1:
@@ -179,7 +185,9 @@ def _algorithm(engine: EngineFacts) -> str:
 
 _SAME_RUN = "run the same on all engines of a model, or serve them under two names"
 MODEL_CHECKS: tuple[Callable[[Sequence[EngineFacts]], Iterator[Finding]], ...] = (
-    _agreement("version-skew", "version", lambda e: f"{e.kind} {e.version}", _SAME_RUN),
+    _agreement(
+        "version-skew", "version", lambda e: f"{e.kind} {e.version}" if e.version else "", _SAME_RUN
+    ),
     _agreement(
         "context",
         "max_model_len",
@@ -202,7 +210,7 @@ MODEL_CHECKS: tuple[Callable[[Sequence[EngineFacts]], Iterator[Finding]], ...] =
         "give all the same tensor parallel size; vLLM does not tell its own: set tensor_parallel "
         "in kvatlas.toml",
     ),
-    _agreement("draft", "draft", lambda e: "yes" if e.draft else "none", _SAME_RUN),
+    _agreement("draft", "draft", _draft, _SAME_RUN),
     _agreement(
         "hash-algorithm",
         "hash_algorithm",

@@ -88,6 +88,7 @@ class Front:
         try:
             health = await self._get("/health")
             transports = await self._get("/kvatlas/transports")
+            agents = await self._get("/kvatlas/agents")
             flags = [flag.partition(":") for flag in health["flags"]]
             found: dict[str, dict[str, str]] = {}
             for problem, _, who in flags:
@@ -97,6 +98,7 @@ class Front:
             self.note(
                 ready=bool(health["ready"]),
                 alarms=found,
+                agents=tuple(name for name, row in agents.items() if row["up"]),
                 pairs=msgspec.convert(transports["pairs"], tuple[PairRow, ...]),
                 rdma=transports["rdma_ports"],
             )
