@@ -34,6 +34,7 @@ NAMES = (
     "connector",
     "caches",
     "stores",
+    "observe",
 )
 RESULTS = Path(__file__).parent / "results"
 

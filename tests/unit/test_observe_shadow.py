@@ -128,6 +128,18 @@ async def test_output_is_told_by_the_best_that_there_is(kit: Kit) -> None:
     ]
 
 
+async def test_a_client_that_left_is_load_and_no_measurement(kit: Kit) -> None:
+    await kit.see(prompt(), Ended(499))
+    await kit.see(prompt(), Ended(200, whole=False, ttft_s=0.2, output_tokens=2))
+    rows = (await kit.recorded()).rows
+    assert [(r.input_length, r.observed.whole) for r in rows] == [(100, False)] * 2
+
+
+async def test_a_recording_of_nothing_leaves_no_file(kit: Kit) -> None:
+    kit.recording.close()
+    assert not kit.path.exists()
+
+
 async def test_what_is_not_recorded_is_counted(kit: Kit) -> None:
     await kit.see(b"{", DONE)
     await kit.see(b"", DONE)
@@ -135,12 +147,11 @@ async def test_what_is_not_recorded_is_counted(kit: Kit) -> None:
     await kit.see(prompt(), DONE, path="/metrics")
     await kit.see(prompt(), DONE, method="GET")
     await kit.see(prompt(), Ended(503))
-    await kit.see(prompt(), Ended(499))
     await kit.see(prompt(), Ended(-1))  # counted where it was lost
     await kit.see(prompt(), DONE)
     recorded = await kit.recorded()
     assert len(recorded.rows) == 1
-    expected = {"no JSON object": 2, "other endpoint": 1, "status 503": 1, "status 499": 1}
+    expected = {"no JSON object": 2, "other endpoint": 1, "status 503": 1}
     assert kit.shadow.lost == recorded.lost == expected
 
 

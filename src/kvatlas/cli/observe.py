@@ -306,7 +306,8 @@ def _told(settings: Settings, summary: Summary | None) -> int:
     if summary is None:
         print("kvatlas observe: the recording process broke down; see above", file=sys.stderr)
         return 1
-    print(f"{summary.rows:,} requests in {settings.record}")
+    where = f"in {settings.record}" if summary.rows else "were recorded, so there is no file"
+    print(f"{summary.rows:,} requests {where}")
     for reason, count in summary.lost.items():
         print(f"{count:,} not in it: {reason}")
     if summary.error:

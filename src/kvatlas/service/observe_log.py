@@ -22,6 +22,7 @@ import msgspec
 from kvatlas.errors import TraceError
 from kvatlas.service import body as bodies
 from kvatlas.service.observe_shadow import Ended, Seen, Shadow
+from kvatlas.service.relay import CLIENT_CLOSED
 from kvatlas.workload.trace_lines import LINE_BYTES_MAX
 
 _POLL_S = 0.5
@@ -177,7 +178,7 @@ def _number(value: object) -> float | None:
 
 def _status(entry: Mapping[str, Any]) -> int:
     number = next((n for name in _STATUS if (n := _number(entry.get(name))) is not None), 200.0)
-    return int(number) if 0 < number < 1000 else 499
+    return int(number) if 0 < number < 1000 else CLIENT_CLOSED
 
 
 async def _lines(path: Path, follow: asyncio.Event | None) -> AsyncIterator[bytes]:

@@ -92,6 +92,7 @@ class Recording:
         self.error = ""
         self._about: About | None = about
         self._left = max_bytes
+        self._path = path
         self._file: BinaryIO | None = None
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -122,10 +123,12 @@ class Recording:
         self.close()
 
     def close(self) -> None:
-        """The file is whole."""
+        """The file is whole; one without a line goes away."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
+            if not self.rows:
+                self._path.unlink(missing_ok=True)
 
 
 class Recorded(msgspec.Struct, frozen=True):

@@ -35,6 +35,7 @@ from kvatlas.service.observe_exchanges import Exchange, Watcher
 from kvatlas.service.observe_live import Live
 from kvatlas.service.observe_record import FORMAT, MAX_BYTES, About, Mode, Recording
 from kvatlas.service.observe_shadow import Case, Ended, Seen, Shadow
+from kvatlas.service.relay import CLIENT_CLOSED
 from kvatlas.service.tokens import Tokenizer
 from kvatlas.workload.trace_tokens import Hashed
 
@@ -152,7 +153,7 @@ class Exchanges:
         engine = exchange.told.get(self._header, "")
         first_s = exchange.answer.first_token_s(exchange.first_s)
         ended = Ended(
-            status=exchange.status or 499,  # it left, or was broken off, before an answer
+            status=exchange.status or CLIENT_CLOSED,  # it left, or was broken off, before one
             whole=exchange.whole,
             ttft_s=first_s - exchange.asked_s if first_s >= 0 else -1.0,
             e2e_s=exchange.ended_s - exchange.asked_s,

@@ -24,6 +24,7 @@ from kvatlas.service import body as bodies
 from kvatlas.service.body import Usage
 from kvatlas.service.observe_live import Live, decided
 from kvatlas.service.observe_record import Observed, Recording, Row
+from kvatlas.service.relay import CLIENT_CLOSED
 from kvatlas.service.steer import Inbound
 from kvatlas.service.steering import KEYED_PATHS, Rank, scope_of
 from kvatlas.service.tokens import Prompt, Tokenizer
@@ -51,8 +52,10 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """What became of it; figures are -1 where nothing told them. ``output_tokens``: as streamed
-    events count them, where the engine's usage does not. ``engine``, and ``told`` by what."""
+    """What became of it; figures are -1 where nothing told them. ``status``: of the answer; 0 where
+    answers are not seen, 499 where none came, -1 where it could not be followed.
+    ``output_tokens``: as streamed events count them, where the engine's usage does not.
+    ``engine``, and ``told`` by what."""
 
     status: int
     whole: bool = True
@@ -207,7 +210,7 @@ class Shadow:
     def _row(self, case: Case, ended: Ended, keyed: _Keyed, limit: int) -> Row | None:
         """Its line; None, and counted, where it says nothing of a prompt that was computed."""
         usage, ids, count = ended.usage, keyed.ids, keyed.tokens
-        if ended.status not in (0, 200):
+        if ended.status not in (0, 200, CLIENT_CLOSED):
             if ended.status > 0:  # else it was counted where it was lost
                 self.lost[f"status {ended.status}"] += 1
             return None
@@ -234,7 +237,7 @@ class Shadow:
                 engine=engine,
                 told=told,
                 unkeyed=keyed.reason,
-                whole=ended.whole,
+                whole=ended.whole and ended.status != CLIENT_CLOSED,
                 decided=None if case.decision is None else decided(case.decision, engine),
             ),
         )

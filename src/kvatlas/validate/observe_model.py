@@ -175,7 +175,8 @@ def tpot_s(row: Row) -> float | None:
 
 
 def placed(rows: Sequence[Row], cluster: Cluster) -> tuple[dict[str, str], float]:
-    """Request → engine of the cluster, as far as the recording tells, and the share that it tells.
+    """Request → engine of the cluster, as far as the recording tells, and of which share of whole
+    answers it does.
 
     Engines have the recording's names, or are taken in the order of their names. Raises ConfigError
     where their numbers do not fit.
@@ -196,7 +197,8 @@ def placed(rows: Sequence[Row], cluster: Cluster) -> tuple[dict[str, str], float
         for index, row in enumerate(rows)
         if row.observed.engine
     }
-    return found, len(found) / len(rows) if rows else 0.0
+    whole = [row for row in rows if row.observed.whole]
+    return found, sum(1 for row in whole if row.observed.engine) / max(1, len(whole))
 
 
 def _groups(rows: Sequence[Row], watched: Sequence[int]) -> list[list[int]]:
