@@ -160,7 +160,11 @@ def _knees(outcome: Outcome) -> Markup:
             )
         )
     marks = [Mark(f"wanted: {plan.share:.0%}", plan.share * 100, "y")]
-    marks += [Mark(f"knee of {k.arm}", k.holds, "x") for k in outcome.knees if k.holds]
+    marks += [
+        Mark(f"knee of {k.arm}" if k.ending == "found" else f"{k.arm} held", k.holds, "x")
+        for k in outcome.knees
+        if k.holds
+    ]
     plot = line_plot(
         "Requests within the SLO",
         lines,
