@@ -20,6 +20,7 @@ LINE_BYTES_MAX = 4096
 SUM_BYTES = 256 << 10  # received and summed at once
 SLACK_S = 0.02
 SMALL_BYTES = 1024
+ROOM_BYTES = 4 << 20  # for what comes in and is not read yet
 _PARTS_MAX = 512  # of one sendmsg; the kernel takes 1,024
 _TIME = struct.Struct("@ll")
 
@@ -66,6 +67,10 @@ class Stream:
         if address[1]:
             sock = socket.create_connection(address, left_s)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A low-water mark makes room for as much and leaves the room to the kernel, which
+            # SO_RCVBUF would not. Left to itself it may stay too small for long, and drops.
+            for size in (ROOM_BYTES, 1):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
         else:
             sock = socket.socket(socket.AF_UNIX)
             try:
