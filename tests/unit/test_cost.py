@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -218,7 +217,7 @@ def test_what_comes_out_of_one_step_is_one_measurement(order: tuple[int, ...]) -
         measured.ended(each, ok=True, cached_tokens=0)
     assert count(all_) == 1
     works = [one.pool.work(0, 1000 + number) for number in range(3)]
-    whole = (1.0, sum(w[1] for w in works), sum(w[2] for w in works), math.sqrt(7))
+    whole = (1.0, sum(w[1] for w in works), sum(w[2] for w in works), 7.0)
     one.observe_prefill(whole, 4.0)
     assert all_.recompute_s(0, 4000) == one.recompute_s(0, 4000)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from kvatlas.core.cost import Price
 from kvatlas.core.pairs import by_price, with_pairs
+from kvatlas.core.plans import EQUAL_MAX_S
 from kvatlas.core.records import Publisher
 from kvatlas.core.router import CROWD, Plan
 from kvatlas.core.transports import Transports
@@ -56,14 +59,12 @@ def test_a_pair_beside_one_engine() -> None:
 
 
 def test_of_equal_prices_the_pair_that_holds_most_is_first() -> None:
-    (second,) = by_price(P, [plan(D, wait=0.1)], Transports(), 0, 0.0)
-    plans = [plan(C), plan(P, held=512), plan(Q, held=1024)]  # the pair some 0.1 s dearer
+    plans = [plan(C), plan(P, held=512), plan(Q, held=1024)]
 
-    def first(equal_s: float) -> Publisher:
-        return with_pairs(plans, {P: second}, [P, Q], equal_s)[0].publisher
+    def ordered(dearer_s: float) -> list[Publisher]:
+        (second,) = by_price(P, [plan(D)], Transports(), 0, 0.0)
+        price = msgspec.structs.replace(second.price, hand_off_s=dearer_s)
+        return order(with_pairs(plans, {P: msgspec.structs.replace(second, price=price)}, [P, Q]))
 
-    assert first(0.15) == P
-    assert first(0.05) == C, "so much is known"
-    (far,) = by_price(P, [plan(D, wait=0.5)], Transports(), 0, 0.0)
-    ordered = with_pairs(plans, {P: far}, [P, Q], 9.0)
-    assert order(ordered) == [C, P, Q], "half as much again is not equal, Q has no second half"
+    assert ordered(0.9 * EQUAL_MAX_S) == [P, C, Q], "Q has no second half"
+    assert ordered(1.1 * EQUAL_MAX_S) == [C, P, Q]

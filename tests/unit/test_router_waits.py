@@ -6,7 +6,7 @@ import pytest
 
 from kvatlas.core.cost import Price
 from kvatlas.core.layout import plain
-from kvatlas.core.plans import EQUAL, Plan, holder_first
+from kvatlas.core.plans import EQUAL, EQUAL_MAX_S, Plan, holder_first
 from kvatlas.core.records import Publisher, Resume
 from kvatlas.core.router import Ask, Params, Router
 
@@ -68,41 +68,41 @@ def test_a_failed_request_leaves_nobody_late() -> None:
 def test_of_equal_prices_who_holds_most_is_first_and_of_unequal_ones_the_cheaper() -> None:
     made = router(2)
     held = Resume(Publisher("w0"), 50, 50, (50,))
-    # Requests queue up on the holder: it stays first while it is dearer by no more than two of the
-    # shortest prefills, though the other saves nothing.
+    # Requests queue up on the holder: it stays first while it is dearer by no more than what
+    # counts as equal, though the other saves nothing.
     seen = []
-    for number in range(40):
+    for number in range(16):
         decision = made.peek(ask(f"p{number}", 450, held), 0.0)
         by_worker = {p.publisher.worker: p.price.total_s for p in decision.plans}
         dearer_s = by_worker["w0"] - by_worker["w1"]
-        seen.append((dearer_s / decision.equal_s, decision.plans[0].publisher.worker))
-        begin(made, ask(f"q{number}", 1), "w0", 0.0)
+        seen.append((dearer_s / EQUAL_MAX_S, decision.plans[0].publisher.worker))
+        begin(made, ask(f"q{number}", 3), "w0", 0.0)
     assert {who for dearer, who in seen if dearer <= 1} == {"w0"}
     assert {who for dearer, who in seen if dearer > 1 + 1e-9} == {"w1"}
     assert any(0 < dearer <= 1 for dearer, _ in seen)
 
 
 @pytest.mark.parametrize(
-    ("cheapest_s", "holder_s", "equal_s", "first"),
+    ("cheapest_s", "holder_s", "first"),
     [
-        (1.0, 1.0 + EQUAL, 9.0, "holder"),
-        (1.0, 1.01 + EQUAL, 9.0, "other"),
-        (1.0, 1.05, 0.05, "holder"),
-        (1.0, 1.06, 0.05, "other"),
+        (0.05, 0.05 * (1 + 0.99 * EQUAL), "holder"),
+        (0.05, 0.05 * (1 + 1.01 * EQUAL), "other"),
+        (1.0, 1.0 + 0.99 * EQUAL_MAX_S, "holder"),
+        (1.0, 1.0 + 1.01 * EQUAL_MAX_S, "other"),
     ],
 )
 def test_equal_is_a_share_of_the_price_and_no_more_than_a_time(
-    cheapest_s: float, holder_s: float, equal_s: float, first: str
+    cheapest_s: float, holder_s: float, first: str
 ) -> None:
     def plan(name: str, total_s: float, held: int) -> Plan:
         price = Price(wait_s=total_s, load_s=0.0, recompute_s=0.0, crowd_s=0.0, charge_s=0.0)
         return Plan(Publisher(name), held, held, held, (), 0, False, price)
 
     plans = [plan("other", cheapest_s, 0), plan("holder", holder_s, 512), plan("far", 99.0, 4096)]
-    ordered = [p.publisher.worker for p in holder_first(plans, equal_s)]
+    ordered = [p.publisher.worker for p in holder_first(plans)]
     assert ordered[0] == first
     assert ordered[-1] == "far"
-    assert holder_first([], equal_s) == []
+    assert holder_first([]) == []
 
 
 @pytest.mark.parametrize("gap_s", [0.0, 0.002, 0.02, 0.2])

@@ -33,12 +33,18 @@ _FALL = 0.3  # no rate falls below so much of itself at once: none ends at zero
 
 
 class Line:
-    """Exponentially decayed least squares of y = intercept + slope · x, both at least zero."""
+    """Exponentially decayed least squares of y = intercept + slope · x, both at least zero.
 
-    def __init__(self, intercept: float, slope: float, x_typical: float) -> None:
+    One that ``follows`` decays faster while errors lean to one side, as `Parts` do: where nobody
+    else looks for changes (`core.ways` does for transfers), and little of an error is chance."""
+
+    def __init__(
+        self, intercept: float, slope: float, x_typical: float, *, follows: bool = False
+    ) -> None:
         """The prior is two pseudo-observations, at x = 0 and at ``x_typical``."""
+        self._follows = follows
         self._w = self._x = self._y = self._xx = self._xy = 0.0
-        self._error2 = self._usual = 0.0
+        self._error2 = self._usual = self._lean = self._off = 0.0
         self.count = 0
         self.intercept, self.slope = intercept, slope
         for x in (0.0, x_typical):
@@ -63,13 +69,19 @@ class Line:
         error = y - expected
         self._error2 = _DECAY * self._error2 + (1 - _DECAY) * error * error
         # A hiccup of the machine must not bend the line, but what stays must: the longer
-        # predictions are wrong, the more of an error is believed.
+        # predictions are wrong, the more of an error is believed, and the faster the old fades.
         believed = _BELIEVED * max(self._usual, 0.25 * expected, 0.001)
         self._usual = _DECAY * self._usual + (1 - _DECAY) * min(abs(error), 4 * believed)
-        y = expected + min(believed, max(-believed, error))
+        error = min(believed, max(-believed, error))
+        kept = _DECAY
+        if self._follows:
+            self._lean += _SIGNAL * (error - self._lean)
+            self._off += _SIGNAL * (abs(error) - self._off)
+            lean = max(0.0, 2 * abs(self._lean) - self._off)  # up to half is chance
+            kept *= _remembered(lean, self._off)
         for name in ("_w", "_x", "_y", "_xx", "_xy"):
-            setattr(self, name, getattr(self, name) * _DECAY)
-        self._add(x, y, 1.0)
+            setattr(self, name, getattr(self, name) * kept)
+        self._add(x, expected + error, 1.0)
         self.count += 1
         spread_x = self._xx * self._w - self._x * self._x
         slope = (self._xy * self._w - self._x * self._y) / spread_x if spread_x > 1e-12 else 0.0
@@ -83,6 +95,12 @@ class Line:
     def spread(self) -> float:
         """Root mean square error of recent predictions, in the unit of y."""
         return math.sqrt(self._error2)
+
+
+def _remembered(lean: float, usual: float) -> float:
+    """Of what is known beside one more observation: all of it, or the less the more of the
+    ``usual`` error goes to one side, half at the least."""
+    return 1 - 0.5 * min(1.0, abs(lean) / usual) ** 2 if usual else 1.0
 
 
 #: One request's prefill: once, operations with weights, those of attention, and the requests that
@@ -131,7 +149,7 @@ class Parts:
         error = min(believed, max(-believed, math.log(seconds / expected)))
         self._lean += _SIGNAL * (error - self._lean)
         self.usual = max(_USUAL[0], self.usual + _SIGNAL * (abs(error) - self.usual))
-        kept = _KEPT * (1 - 0.5 * min(1.0, self._lean / self.usual) ** 2)
+        kept = _KEPT * _remembered(self._lean, self.usual)
         shares = [rate * units / expected for rate, units in zip(self._prior, work, strict=True)]
         ratio = math.exp(error)
         self._squares = tuple(
@@ -221,7 +239,8 @@ class PoolCost:
         self.prefill = Parts((PRIOR_LATENCY_S, rate, rate, _PRIOR_BESIDE_S))
         self.crowd = Line(0.0, _PRIOR_CROWD_S, 8.0)
         self.loads = {
-            tier: Line(PRIOR_LATENCY_S, 1 / rate, 100e6) for tier, rate in PRIOR_BYTES_PER_S.items()
+            tier: Line(PRIOR_LATENCY_S, 1 / rate, 100e6, follows=True)
+            for tier, rate in PRIOR_BYTES_PER_S.items()
         }
 
     def work(self, start: int, end: int, beside: int = 0) -> Work:

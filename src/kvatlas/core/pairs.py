@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
 import msgspec
 
+from kvatlas.core.plans import Ask, Decision, Plan, holder_first
 from kvatlas.core.records import Publisher
-from kvatlas.core.router import CROWD, Ask, Decision, Plan, Router
+from kvatlas.core.router import CROWD, Router
 from kvatlas.core.transports import Transports
 
 HALF = "half of a pair"  # why the second half of a request is not looked up
@@ -89,7 +90,9 @@ def priced(
 
 
 def with_pairs(
-    plans: Sequence[Plan], second: Mapping[Publisher, Plan], halves: Container[Publisher]
+    plans: Sequence[Plan],
+    second: Mapping[Publisher, Plan],
+    halves: Container[Publisher],
 ) -> list[Plan]:
     """A decision's plans in the order of their prices as what they are: of a prefill half
     (``halves``) the price is that of its pair, with the cheapest ``second``.
@@ -100,14 +103,9 @@ def with_pairs(
         _paired(plan, second[plan.publisher]) if plan.publisher in second else plan
         for plan in plans
     ]
-    return sorted(
-        priced,
-        key=lambda plan: (
-            plan.publisher in halves and plan.publisher not in second,
-            plan.over_share,
-            round(plan.price.total_s, 6),
-        ),
-    )
+    ranked = sorted(priced, key=lambda plan: (plan.over_share, round(plan.price.total_s, 6)))
+    whole = [p for p in ranked if p.publisher in second or p.publisher not in halves]
+    return holder_first(whole) + [p for p in ranked if p not in whole]
 
 
 def _paired(plan: Plan, second: Plan) -> Plan:

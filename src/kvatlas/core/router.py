@@ -18,8 +18,11 @@ from kvatlas.core.cost import EngineCost, PoolCost, Price
 from kvatlas.core.layout import Layout
 from kvatlas.core.load_ways import Load, LoadWays
 from kvatlas.core.measured import Answer, Measured
-from kvatlas.core.records import Publisher, Refusal, Resume
+from kvatlas.core.plans import Ask, Decision, Plan, holder_first
+from kvatlas.core.records import Publisher, Resume
 from kvatlas.core.rivals import RIVALS, Knobs, Rival, Standing
+
+__all__ = ["Ask", "Decision", "Params", "Plan", "Policy", "Router"]
 
 #: Ours, two that do not look at prompts, and those of `rivals`.
 Policy = Literal[
@@ -31,7 +34,6 @@ HOLDERS_MAX = 8  # candidates that hold the longest prefixes
 IDLE_MAX = 4  # and the least loaded ones
 FEW = HOLDERS_MAX + IDLE_MAX  # up to so many engines each gets a plan: any may be the way out
 CHARGE = 1.0  # price of a second of engine time taken from others, in seconds of one's own
-EQUAL = 0.2  # prices within this share of the lowest are equal: who holds most is first
 CROWD = 0.02  # price of a second by which decoding is slowed: it comes after the first token
 FAIR_SHARE = 2  # no engine holds more than this times its fair share of what is in flight…
 FAIR_SHARE_FLOOR = 16  # …once it has more than this many, nor more while another has none
@@ -48,47 +50,6 @@ class Params(msgspec.Struct, frozen=True):
     prefill_tokens_per_s: float = 8000.0
     prefill_flops_per_s: float = 0.0
     knobs: Knobs = Knobs()
-
-
-class Ask(msgspec.Struct, frozen=True):
-    """What is to be routed. ``keys``: per fingerprint the block keys of the prompt's blocks that
-    may be resumed. ``unkeyed`` says why there are none (then load alone decides)."""
-
-    id: str
-    prompt_tokens: int
-    keys: Mapping[bytes, Sequence[bytes]]
-    resumes: Sequence[Resume] = ()
-    unkeyed: str = ""
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """One candidate. ``resume_tokens`` counts what it holds, ``expected_tokens`` also what
-    requests in flight there are computing right now."""
-
-    publisher: Publisher
-    resume_tokens: int
-    expected_tokens: int
-    chain_tokens: int
-    tier_tokens: tuple[int, ...]
-    in_flight: int
-    over_share: bool
-    price: Price
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """Plans in the order in which they are tried; the first is the choice. ``ttft_slo_s``: within
-    what time the client wants the first token, 0 where it does not say; ``refusal``: why nothing
-    of it is done (`core.admission`)."""
-
-    id: str
-    at: float
-    prompt_tokens: int
-    policy: str
-    unkeyed: str
-    plans: tuple[Plan, ...]
-    considered: int
-    ttft_slo_s: float = 0.0
-    refusal: Refusal | None = None
 
 
 class _Engine:
@@ -289,11 +250,7 @@ class Router:
             for publisher, engine in candidates.items()
         ]
         plans.sort(key=self._order)
-        limit = plans[0].over_share, (1 + EQUAL) * plans[0].price.total_s
-        near = [plan for plan in plans if (plan.over_share, plan.price.total_s) <= limit]
-        best = max(near, key=lambda plan: plan.expected_tokens)  # of equal ones the cheapest
-        plans.insert(0, plans.pop(plans.index(best)))
-        return plans
+        return holder_first(plans)
 
     def _order(self, plan: Plan) -> tuple[bool, float, int, int, Publisher]:
         chosen, price = self._engines[plan.publisher].chosen, round(plan.price.total_s, 6)
