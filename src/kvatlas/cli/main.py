@@ -25,6 +25,7 @@ COMMANDS = {
     "trace": "request traces: figures, generators, conversion, anonymising",
     "sim": "play a trace on a simulated cluster: latencies, hits, loads, before it is bought",
     "matrix": "is a shared cache worth it: arrangements of the same devices under many workloads",
+    "plan": "what tokens cost, what a hit saves, which tier pays for itself, from where on",
     "observe": "in front of or beside another router: what kvatlas would have gained there",
     "layout": "what a model's KV state consists of, and what it weighs",
     "devices": "accelerators and links that the time model knows",

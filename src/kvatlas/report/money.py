@@ -87,6 +87,6 @@ def storage_price(tier: str, dollars_per_gb_month: float | None) -> StoragePrice
 
 def dollars_text(dollars: float) -> str:
     """An amount with as many digits as it needs."""
-    if 0 < abs(dollars) < 1e-3:
-        return f"${dollars:.2g}"
+    if 0 < abs(dollars) < 0.1:
+        return f"${dollars:.{2 - math.floor(math.log10(abs(dollars)))}f}"
     return f"${dollars:,.2f}" if abs(dollars) >= 1 else f"${dollars:.4f}"

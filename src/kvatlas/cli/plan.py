@@ -1,0 +1,345 @@
+"""``kvatlas plan``: what tokens cost on a cluster, what a hit saves, which tier pays for itself."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvatlas import __version__
+from kvatlas.cli.output import check_output, json_bytes, table_console, write_file
+from kvatlas.cli.plan_seed import run_seed_case
+from kvatlas.errors import ConfigError
+from kvatlas.report.money import STORAGE, Price, StoragePrice, storage_price
+from kvatlas.sim.cluster import Cluster, ClusterFile, EngineTable, build, load_cluster
+from kvatlas.sim.plan import Plan, Terms, all_tiers, plan
+from kvatlas.sim.plan_engines import Engine, Kind, device_price, kinds
+from kvatlas.sim.plan_page import CAPTIONS, page, tables
+from kvatlas.workload.device import MEMORY_EFFICIENCY, PREFILL_EFFICIENCY
+
+TOKENS_MAX = 1 << 24
+LIST_MAX = 16
+TTL_MAX_S = 10 * 365 * 86_400.0
+_MIX = (8192, 1024)
+_TTL_S = 3600.0
+_FILES = ("json", "csv", "html")
+_OPTIONS = {"dram": "--dram-gb-month", "disk": "--disk-gb-month", "object": "--store-gb-month"}
+
+_EPILOG = """\
+Nothing is played: each figure is the time model's, the layout's and the prices'. Prices that you
+do not give are list prices or defaults with their source, and the result says so; a device without
+a list price needs --gpu-hour. Where the model's time was never calibrated (DeepSeek V4: see
+docs/calibration.md), take ratios rather than absolute figures.
+
+examples:
+  kvatlas plan --model deepseek-v4-flash --device H200 --devices 2 --expert-precision fp4
+  kvatlas plan --cluster examples/v4-flash-h20.toml --gpu-hour 1.10 --html plan.html
+  kvatlas plan --cluster cluster.toml --mix 32768:512 --tpot-s 0.03 --ttl-s 86400 --dram-gb-month 0
+  kvatlas plan --seed-case        seed document 003, chapter 8, line by line
+
+exit status: 0 done, 2 the input is at fault
+"""
+
+
+class Assumption(msgspec.Struct, frozen=True):
+    """A value that nobody gave, and where it comes from."""
+
+    name: str
+    value: str
+    source: str
+
+    def text(self) -> str:
+        """In one line."""
+        return f"{self.name}: {self.value} ({self.source})"
+
+
+class Priced(msgspec.Struct, frozen=True):
+    """Engines of one kind and what their devices cost."""
+
+    engine: str
+    role: str
+    count: int
+    devices: int
+    device: str
+    model: str
+    dollars_per_gpu_hour: float
+    source: str
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The whole result, as JSON too."""
+
+    version: str
+    engines: list[Priced]
+    terms: Terms
+    assumed: list[Assumption]
+    plan: Plan
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``kvatlas plan`` and its options."""
+    parser = subparsers.add_parser(
+        "plan",
+        description="What a million tokens cost, what a hit saves, from where on each tier pays.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--cluster", type=Path, metavar="FILE", help="cluster.toml, as for kvatlas sim")
+    add("--model", metavar="NAME", help="without --cluster: a known model or a config.json")
+    add("--device", metavar="NAME", help="its device (kvatlas devices)")
+    add("--devices", type=int, metavar="N", help="devices of one engine")
+    add("--engines", type=int, metavar="N", help="equal engines (1)")
+    add("--precision", metavar="TYPE", help="of the weights (fp8)")
+    add("--expert-precision", metavar="TYPE", help="of the experts (as --precision)")
+    add("--context", default="2048,8192,32768,131072", metavar="LIST",
+        help="tokens before (%(default)s)")  # fmt: skip
+    add("--batch", default="1,16,64,256", metavar="LIST", help="requests at once (%(default)s)")
+    add("--mix", metavar="PROMPT:OUTPUT", help="tokens of a request (8192:1024)")
+    add("--tpot-s", type=float, metavar="S", help="no batch of the mix with longer steps (any)")
+    add("--ttl-s", type=float, metavar="S", help="how long a prefix is held (3600)")
+    add("--gpu-hour", type=float, metavar="DOLLARS", help="an hour of one device (list price)")
+    for name, option in _OPTIONS.items():
+        add(option, type=float, metavar="DOLLARS",
+            help=f"a month of a GB of {name} ({STORAGE[name].dollars_per_gb_month:g})")  # fmt: skip
+    add("--seed-case", action="store_true",
+        help="instead: chapter 8 of seed document 003, and what of it stands")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--csv", type=Path, metavar="FILE", help="write a line per figure")
+    add("--html", type=Path, metavar="FILE", help="write the report as one page")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in _FILES:
+        others = [getattr(args, other) for other in _FILES if other != name]
+        check_output(f"--{name}", getattr(args, name), args.cluster, *others)
+    if args.seed_case:
+        _alone(args)
+        return run_seed_case(args.json, args.csv, args.html)
+    cluster, assumed = _cluster(args)
+    engines = [Engine(kind, _price(kind, args.gpu_hour)) for kind in kinds(cluster)]
+    assumed += _prices(engines)
+    terms = _terms(args, engines, assumed)
+    result = Result(
+        version=__version__,
+        engines=[_priced(engine) for engine in engines],
+        terms=terms,
+        assumed=assumed,
+        plan=plan(cluster, engines, terms),
+    )
+    show(result, table_console(120))
+    if args.json is not None:
+        write_file("--json", args.json, json_bytes(result))
+    if args.csv is not None:
+        write_file("--csv", args.csv, figures(result.plan).encode())
+    if args.html is not None:
+        said = [each.text() for each in assumed]
+        write_file("--html", args.html, page(_head(result), said, result.plan).encode())
+    return 0
+
+
+# -- what is given, and what is not -------------------------------------------------------------
+
+
+def _alone(args: argparse.Namespace) -> None:
+    """The seed's case has inputs of its own."""
+    for name in ("cluster", "model", "device", "devices", "engines", "gpu_hour", "mix", "ttl_s"):
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option}: the seed's case has its own inputs: leave it out")
+
+
+def _cluster(args: argparse.Namespace) -> tuple[Cluster, list[Assumption]]:
+    given = [
+        name
+        for name in ("model", "device", "devices", "engines", "precision", "expert_precision")
+        if getattr(args, name) is not None
+    ]
+    if args.cluster is not None:
+        if given:
+            option = f"--{given[0].replace('_', '-')}"
+            raise ConfigError(f"{option}: that is in the cluster's file: leave one out")
+        cluster = load_cluster(args.cluster)
+        return cluster, [] if cluster.tiers is not None else _rates()
+    for name in ("model", "device", "devices"):
+        if getattr(args, name) is None:
+            raise ConfigError(f"--{name} is missing: what is to be priced? (or --cluster FILE)")
+    table = {name: getattr(args, name) for name in given if name != "engines"}
+    for name, least, most in (("devices", 1, 4096), ("engines", 1, 1024)):
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"--{name} {value}: {least} to {most:,} are possible")
+    count = 1 if args.engines is None else args.engines
+    file = ClusterFile(engine=(EngineTable(count=count, **table),))
+    said = [] if args.precision else [Assumption("--precision", "fp8", "default")]
+    return build(file, lambda place: f"--model {args.model}"), [*said, *_rates()]
+
+
+def _rates() -> list[Assumption]:
+    """The ways to all tiers, where no [tiers] says which there are."""
+    spec = all_tiers()
+    rates = {
+        "host memory": spec.host_link,
+        "disk": spec.disk_read_link,
+        "store": spec.store_link,
+    }
+    said = ", ".join(f"{name} {link.bytes_per_s / 1e9:g} GB/s" for name, link in rates.items())
+    return [Assumption("[tiers]", said, "default links of docs/hardware.md, no sizes")]
+
+
+def _price(kind: Kind, dollars_per_gpu_hour: float | None) -> Price:
+    device = kind.spec.device
+    assert device is not None
+    try:
+        return device_price(device, dollars_per_gpu_hour)
+    except ConfigError as error:
+        option = "" if dollars_per_gpu_hour is None else "--gpu-hour: "
+        raise ConfigError(f"{option}{error}") from error
+
+
+def _prices(engines: list[Engine]) -> list[Assumption]:
+    """Of devices: prices and what is reached of their rates."""
+    said = {}
+    for engine in engines:
+        kind = engine.kind
+        device = kind.spec.device
+        assert device is not None
+        if engine.price.source.startswith("default"):
+            dollars = f"${engine.price.dollars_per_gpu_hour:g} for {device.name}"
+            said["--gpu-hour", device.name] = Assumption("--gpu-hour", dollars, engine.price.source)
+        reached = (device.compute_efficiency, device.memory_efficiency)
+        measured = kind.spec.prefill_tokens_per_s is not None
+        if not measured and reached == (PREFILL_EFFICIENCY, MEMORY_EFFICIENCY):
+            said["efficiency", device.name] = Assumption(
+                f"reached of {device.name}",
+                f"{reached[0]:.0%} of FLOP/s, {reached[1]:.0%} of bandwidth",
+                "not calibrated for this model: docs/calibration.md; give your own [[device]] or "
+                "measured rates",
+            )
+    return list(said.values())
+
+
+def _terms(args: argparse.Namespace, engines: list[Engine], assumed: list[Assumption]) -> Terms:
+    longest = min(engine.kind.spec.context_tokens for engine in engines)
+    contexts = _numbers("--context", args.context, min(longest, TOKENS_MAX))
+    batches = _numbers("--batch", args.batch, 1 << 20)
+    prompt, output = _MIX if args.mix is None else _mix(args.mix)
+    if prompt + output > longest:
+        raise ConfigError(f"--mix {args.mix}: the engines take up to {longest:,} tokens together")
+    if args.mix is None:
+        assumed.append(Assumption("--mix", f"{prompt}:{output}", "default"))
+    ttl_s = _TTL_S if args.ttl_s is None else args.ttl_s
+    if args.ttl_s is None:
+        assumed.append(Assumption("--ttl-s", f"{ttl_s:g}", "default"))
+    for option, value, most in (("--ttl-s", ttl_s, TTL_MAX_S), ("--tpot-s", args.tpot_s, 3600.0)):
+        if value is not None and not (math.isfinite(value) and 0 < value <= most):
+            raise ConfigError(f"{option} {value:g}: seconds above 0, up to {most:g}, are needed")
+    storage: dict[str, StoragePrice] = {}
+    for name, option in _OPTIONS.items():
+        try:
+            storage[name] = storage_price(name, getattr(args, option[2:].replace("-", "_")))
+        except ConfigError as error:
+            raise ConfigError(f"{option}: {error}") from error
+        if storage[name] == STORAGE[name]:
+            dollars = f"${storage[name].dollars_per_gb_month:g}"
+            assumed.append(Assumption(option, dollars, storage[name].source))
+    assumed.append(Assumption("HBM", "its share of the device's memory and price", "convention"))
+    return Terms(contexts, batches, prompt, output, args.tpot_s, ttl_s, storage)
+
+
+def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not (word.isascii() and word.isdecimal() and 1 <= int(word[:12]) <= most):
+            raise ConfigError(f"{option} {text!r}: numbers from 1 to {most:,}, with commas between")
+    if len(words) > LIST_MAX:
+        raise ConfigError(f"{option}: {len(words)} numbers: up to {LIST_MAX} are possible")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _mix(text: str) -> tuple[int, int]:
+    words = text.split(":")
+    known = all(w.isascii() and w.isdecimal() and 1 <= int(w[:12]) <= TOKENS_MAX for w in words)
+    if len(words) != 2 or not known:
+        raise ConfigError(f"--mix {text!r}: write PROMPT:OUTPUT in tokens, as 8192:1024")
+    return int(words[0]), int(words[1])
+
+
+def _priced(engine: Engine) -> Priced:
+    kind, price = engine.kind, engine.price
+    device = kind.spec.device
+    assert device is not None
+    return Priced(
+        kind.name,
+        kind.role,
+        kind.count,
+        kind.spec.devices,
+        device.name,
+        f"{kind.layout.model} in {kind.layout.engine}, {kind.layout.kv_dtype}",
+        price.dollars_per_gpu_hour,
+        price.source,
+    )
+
+
+# -- what is shown ------------------------------------------------------------------------------
+
+
+def show(result: Result, console: Console) -> None:
+    """The plan for people: the advice first."""
+    console.print(result.plan.advice, markup=False)
+    for said in _head(result):
+        console.print(said, markup=False)
+    for name, (heads, lines) in tables(result.plan).items():
+        made = Table(title=CAPTIONS[name], title_justify="left")
+        for index, head in enumerate(heads):
+            made.add_column(head, justify="right" if index else "left")
+        for line in lines:
+            made.add_row(*line)
+        console.print(made)
+    for assumed in result.assumed:
+        console.print(f"assumed: {assumed.text()}", markup=False)
+
+
+def _head(result: Result) -> list[str]:
+    """What was priced."""
+    lines = [
+        f"kvatlas {result.version}: {result.plan.devices} devices, "
+        f"${result.plan.dollars_per_hour:,.2f} per hour."
+    ]
+    for each in result.engines:
+        lines.append(
+            f"{each.count} × {each.engine} ({each.role}): {each.devices} × {each.device}, "
+            f"{each.model}, ${each.dollars_per_gpu_hour:g} per device and hour."
+        )
+    return lines
+
+
+def figures(found: Plan) -> str:
+    """A line per figure: its table, what it is of, its name, its value."""
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerow(["table", "of", "figure", "value"])
+    writer.writerows(_rows(found))
+    return out.getvalue()
+
+
+_OF = ("engine", "way", "tier", "context", "position", "batch", "hit_share", "block_tokens")
+
+
+def _rows(found: Plan) -> Iterator[list[object]]:
+    for name in CAPTIONS:
+        for row in getattr(found, name):
+            values = msgspec.structs.asdict(row)
+            keys = [key for key in _OF if key in values]
+            of = " ".join(str(values[key]) for key in keys)
+            for figure, value in values.items():
+                if figure not in keys:
+                    yield [name, of, figure, "" if value is None else value]
