@@ -442,11 +442,14 @@ async def test_an_endpoint_that_refuses_beyond_a_load_has_its_knee_found() -> No
     assert "knee of a" in html(found, findings(found, []), [])
 
 
-async def test_a_client_that_is_late_itself_ends_the_search() -> None:
+async def test_a_client_that_is_late_itself_ends_the_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvatlas.validate.bench.run._LAG_S", 0.0)
     async with stubs() as cluster:
-        load = msgspec.structs.replace(LOAD, max_in_flight=1, slo=Slo(ttft_s=0.001))
+        load = msgspec.structs.replace(LOAD, max_in_flight=1, slo=Slo(ttft_s=1e-6))
         spec = KneePlan(step_s=0.1)
-        plan = msgspec.structs.replace(PLAN, load=load, rounds=1, rate=2000.0, knee=spec)
+        plan = msgspec.structs.replace(PLAN, load=load, rounds=1, rate=500.0, knee=spec)
         found = await played(bench([Arm("a", cluster.addresses[0].url)], plan))
     (result,) = found.knees
     assert (result.ending, len(result.steps)) == ("stopped", 1)
