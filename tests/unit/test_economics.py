@@ -103,7 +103,7 @@ def test_a_month_of_a_gigabyte() -> None:
     price = money.storage_price("disk", None)
     assert price == money.STORAGE["disk"]
     assert price.source.startswith("default")
-    assert price.dollars(1e9, money.MONTH_S) == pytest.approx(0.08)
+    assert price.dollars(1e9, money.MONTH_S) == pytest.approx(0.080 * 1e9 / 2**30, rel=1e-3)
     own = money.storage_price("dram", 0)
     assert own.dollars(1e12, 1e6) == 0.0
     assert own.source == "as the operator says"

@@ -48,14 +48,16 @@ class StoragePrice(msgspec.Struct, frozen=True):
 STORAGE: dict[str, StoragePrice] = {
     "dram": StoragePrice(
         2.88,
-        "default: Google Cloud's list price of memory by itself (N2 custom machines, us-central1: "
-        "$0.004237 per GiB and hour)",
+        "default: Google Cloud's list price of memory by itself (N2 custom machines, us-central1): "
+        "$0.004237 per GiB and hour",
     ),
     "disk": StoragePrice(
-        0.08, "default: Google Cloud's list price of local SSD (us-central1: $0.080 per GB-month)"
+        0.0745, "default: Google Cloud's list price of local SSD (us-central1): $0.080 per GiB"
     ),
     "object": StoragePrice(
-        0.023, "default: Amazon S3 Standard's list price (us-east-1), requests not counted"
+        0.0214,
+        "default: Amazon S3 Standard's list price (us-east-1): $0.023 per GiB, requests not "
+        "counted",
     ),
 }
 
