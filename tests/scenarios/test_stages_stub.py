@@ -42,8 +42,9 @@ async def test_a_sound_pair_passes_both_stages_again_and_again(site: Stubs) -> N
     second = await site.stage_b()
     assert not_passed(second) == {}, second
     assert {p for p, s in status(second).items() if s == "not applicable"} == TCP
-    steps = next(v for v in second.verdicts if v.point == "b.fallback").evidence["steps"]
-    assert steps == ["prefill: connect"]
+    fallback = next(v for v in second.verdicts if v.point == "b.fallback").evidence
+    asked = fallback["prompt_tokens"]
+    assert fallback["computed_without_prefill_half"] == asked == 4 * REQUESTS.prompt_tokens
     assert second.previous is not None
     assert second.previous.digest == first.digest
     assert load_result(path_of(site.folder, "b")) == second
