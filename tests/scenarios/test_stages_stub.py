@@ -175,6 +175,14 @@ async def test_stages_build_on_what_is_there_and_unchanged(site: Stubs) -> None:
     with pytest.raises(ConfigError, match=r"builds on stage a, and there is no"):
         await site.stage_b()
     first = await site.stage_a()
+    p, d = site.engines["p"], site.engines["d"]
+    halves = [p.described("prefill"), d.described("decode"), Engine("d2", d.url, "decode")]
+    with pytest.raises(ConfigError, match=r"looks at one pair"):
+        await run_stage(Order("b", site.folder), site.file(*halves))
+    with pytest.raises(ConfigError, match=r"needs a \[\[gateway\]\]"):
+        await run_stage(Order("b", site.folder), site.file(*halves[:2], gateway=()))
+    with pytest.raises(ConfigError, match=r"with role decode"):
+        await run_stage(Order("b", site.folder), site.file(halves[0]))
     with pytest.raises(ConfigError, match=r"\[requests\] are not those of the baseline"):
         await site.stage_b(requests=replaced(REQUESTS, seed=2))
     path = path_of(site.folder, "a")

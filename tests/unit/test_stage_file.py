@@ -50,7 +50,7 @@ def test_the_guides_file_loads_and_shows_every_key(tmp_path: Path) -> None:
         (f'name = "x"\n{ENGINE}role = "both"\n', "role"),
         (f'name = "x"\n{ENGINE.replace("http", "https")}', "is not of the form http://host:port"),
         (f'name = "x"\n{ENGINE}agent = "n"\n', "there is no agent 'n'"),
-        (f'name = "x"\n{ENGINE}[[agent]]\nname = "n"\n', "url of its --listen pages"),
+        (f'name = "x"\n{ENGINE}[[agent]]\nname = "n"\n', "missing required field `url`"),
         (f'name = "x"\n{ENGINE}[requests]\noutput_tokens = 1\n', "there is no TPOT"),
         (f'name = "x"\n{ENGINE}[declared]\ntransport = "ib"\n', "neither rdma nor tcp"),
         (f'name = "x"\n{ENGINE}[declared]\ncolour = "red"\n', "'colour' is not possible there"),

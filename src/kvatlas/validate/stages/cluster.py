@@ -224,7 +224,7 @@ class _Node(AgentProcess):
 
     def described(self, name: str) -> Agent:
         """As a stage file has it."""
-        return Agent(name, self.url, str(self.socket))
+        return Agent(name, self.url)
 
 
 class _Store:

@@ -190,7 +190,6 @@ class StoreSample(msgspec.Struct, frozen=True):
     used_bytes: int
     max_bytes: int
     evicted: int = 0
-    refused: int = 0
 
 
 class Outage(msgspec.Struct, frozen=True):

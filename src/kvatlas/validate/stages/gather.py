@@ -112,6 +112,8 @@ async def stage_b(site: Site, baseline: Baseline) -> tuple[StageB, Figures]:
     """A pair behind a gateway. Raises ConfigError where the file has no such."""
     file = site.file
     prefill, decode = site.one("b", "prefill"), site.one("b", "decode")
+    if len(file.engines("prefill", "decode")) > 2:
+        raise ConfigError("stage b looks at one pair: name one prefill and one decode half")
     if not file.gateway:
         raise ConfigError("stage b needs a [[gateway]]: what joins the halves of a pair")
     url, halves = file.gateway[0].url, [prefill, decode]
@@ -198,7 +200,7 @@ async def stage_c(site: Site, baseline: Baseline) -> tuple[StageC, Figures]:
     warm = await _warm(site, engine)
     prompts = site.prompts.fresh(len(site.prompts))
     fresh = await load_of(site.prompts, engine.url, site.model, prompts)
-    why = await site.settled() or await site.let_go(engine, host=False)
+    why = await site.settled() or await site.let_go(engine)
     repeated: Report | Missing
     repeated = why or await load_of(site.prompts, engine.url, site.model, prompts)
     facts = StageC(
@@ -218,7 +220,7 @@ async def stage_c(site: Site, baseline: Baseline) -> tuple[StageC, Figures]:
 
 
 async def _warm(site: Site, engine: Engine) -> Phase | Missing:
-    why = await site.settled() or await site.let_go(engine, host=False)
+    why = await site.settled() or await site.let_go(engine)
     return why or await site.phase([engine], engine.url, range(len(site.prompts)), "c")
 
 

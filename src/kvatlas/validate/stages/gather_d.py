@@ -190,9 +190,7 @@ def _samples(seen: list[StoreSample | Missing]) -> tuple[StoreSample, ...] | Mis
     if missing or not found:
         return missing[0] if missing else Missing("nobody looked")
     first = found[0].evicted
-    return tuple(
-        StoreSample(s.used_bytes, s.max_bytes, s.evicted - first, s.refused) for s in found
-    )
+    return tuple(StoreSample(s.used_bytes, s.max_bytes, s.evicted - first) for s in found)
 
 
 async def stage_d(site: Site, baseline: Baseline) -> tuple[StageD, Figures]:

@@ -71,16 +71,11 @@ class Site:
         counted, seen = await self.watcher.between(before, engines)
         return Phase(replies, counted, seen)
 
-    async def let_go(self, engine: Engine, *, host: bool) -> Missing | None:
-        """The engine forgets what it cached, and with ``host`` its node's memory too; why it could
-        not be brought to it, else None."""
+    async def let_go(self, engine: Engine) -> Missing | None:
+        """The engine forgets what it cached; why it could not be brought to it, else None."""
         if "forget" in self.hooks:
             return await self.hooks.run("forget")
-        why = await self.watcher.forget(engine)
-        agent = self.agent_of(engine)
-        if why is not None or not host or agent is None:
-            return why
-        return await self.watcher.empty_dram(agent)
+        return await self.watcher.forget(engine)
 
     async def settled(self) -> Missing | None:
         """All agents have saved what there was."""

@@ -54,12 +54,10 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One node's agent. ``url``: its ``--listen`` pages; ``socket``: its socket, where that is on
-    this machine."""
+    """One node's agent. ``url``: its ``--listen`` pages."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-    url: str = ""
-    socket: str = ""
+    url: str
 
 
 class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -158,8 +156,6 @@ def check_stage_file(found: StageFile, where: str) -> None:
     for part in parts:
         if sum(p.name == part.name for p in parts) > 1:
             raise ConfigError(f"{where}: two parts are named {part.name!r}: names must differ")
-        if not part.url and isinstance(part, Agent):
-            raise ConfigError(f"{where}: agent {part.name!r}: url of its --listen pages is needed")
         _check_url(part.url, f"{where}: {part.name!r}")
     for gateway in found.gateway:
         _check_url(gateway.url, f"{where}: gateway")

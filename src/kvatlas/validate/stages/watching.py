@@ -7,20 +7,17 @@ import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvatlas.config import WorkerConfig
-from kvatlas.connectors.agent_client import ask, ask_status
 from kvatlas.core.transports import Moved
 from kvatlas.dataplane.tiers.runs import Refused
 from kvatlas.dataplane.tiers.sockets import Address
 from kvatlas.dataplane.tiers.valkey import Server
-from kvatlas.errors import EngineError, KvatlasError, StoreError
-from kvatlas.service import agent_wire as wire
+from kvatlas.errors import EngineError, StoreError
 from kvatlas.service.agent_front import DESCRIPTION, AgentDescription
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.probe import figure, pulse, samples
@@ -181,12 +178,6 @@ class Watcher:
             return Missing(f"{engine.name}: POST {path}: status {answer.status}{mend}")
         return None
 
-    async def empty_dram(self, agent: Agent) -> Missing | None:
-        """Its host memory lets go, and has its size again after it."""
-        if not agent.socket:
-            return Missing(f"agent {agent.name}: its socket is needed to empty its memory")
-        return await asyncio.to_thread(_empty_dram, Path(agent.socket))
-
     async def settle(self, agents: Sequence[Agent], deadline_s: float) -> Missing | None:
         """Wait until agents have nothing under way: what was computed is saved."""
         until = time.monotonic() + deadline_s
@@ -302,22 +293,6 @@ def _agent_seen(
         rdma,
         after.rdma_why,
     )
-
-
-def _empty_dram(socket: Path) -> Missing | None:
-    try:
-        status = msgspec.json.decode(ask_status(socket), type=dict[str, Any])
-        size = int(status["tiers"]["dram"]["capacity_bytes"])
-        until = time.monotonic() + _DEADLINE_S
-        ask(socket, wire.Resize("dram", 0))
-        while status["tiers"]["dram"]["held_bytes"] and time.monotonic() < until:
-            time.sleep(_LOOK_S)
-            status = msgspec.json.decode(ask_status(socket), type=dict[str, Any])
-        left = status["tiers"]["dram"]["held_bytes"]
-        ask(socket, wire.Resize("dram", size))
-    except (OSError, KeyError, KvatlasError, msgspec.MsgspecError) as error:
-        return Missing(f"{socket.name}: {error}")
-    return Missing(f"{socket.name}: {left} bytes of its memory do not go") if left else None
 
 
 def _valkey_sample(address: Address) -> StoreSample | Missing:
