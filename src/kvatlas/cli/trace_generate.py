@@ -9,7 +9,7 @@ import msgspec
 
 from kvatlas.cli.trace_convert import save
 from kvatlas.errors import ConfigError
-from kvatlas.workload.families import Family, generate
+from kvatlas.workload.families import Family, generate, resized
 from kvatlas.workload.presets import FAMILIES, PRESETS
 
 _EPILOG = """\
@@ -65,14 +65,6 @@ def _named(name: str) -> Family:
 
 
 def _changed(family: Family, args: argparse.Namespace) -> Family:
-    """With fewer or more requests the time shrinks or grows, so that the rate stays."""
-    requests = family.requests if args.requests is None else args.requests
-    duration_s = args.duration_s
-    if duration_s is None:
-        duration_s = family.duration_s * requests / family.requests
-    return msgspec.structs.replace(
-        family,
-        requests=requests,
-        duration_s=duration_s,
-        block_tokens=family.block_tokens if args.block_tokens is None else args.block_tokens,
-    )
+    made = family if args.requests is None else resized(family, args.requests)
+    given = {name: getattr(args, name) for name in ("duration_s", "block_tokens")}
+    return msgspec.structs.replace(made, **{n: v for n, v in given.items() if v is not None})

@@ -132,6 +132,12 @@ class _Session:
         self.think_s: float | None = None  # before the turn to come
 
 
+def resized(family: Family, requests: int) -> Family:
+    """With fewer or more requests the time shrinks or grows: the rate stays."""
+    duration_s = family.duration_s * requests / family.requests
+    return msgspec.structs.replace(family, requests=requests, duration_s=duration_s)
+
+
 def generate(family: Family, seed: int = 0, name: str = "generated") -> Trace:
     """The workload of a family and a seed, the same everywhere. Raises ConfigError for values that
     cannot be."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvatlas.errors import ConfigError
-from kvatlas.workload.families import Family, generate
+from kvatlas.workload.families import Family, generate, resized
 from kvatlas.workload.trace import Trace, TraceRequest
 
 _WARM_UP = 1_000_003  # seeds of warm-ups are far from those of rounds
@@ -53,7 +53,7 @@ class Workload:
     def requests(self, number: int, count: int) -> list[TraceRequest]:
         """Those of round ``number``, the first at 0 s. Raises ConfigError where there is none."""
         if isinstance(self._source, Family):
-            trace = _scaled(self._source, count, self.seed_of(number), self.name)
+            trace = generate(resized(self._source, count), self.seed_of(number), self.name)
             return self._fitting(list(trace), number)
         windows = max(1, self._size() // count)
         self.repeated |= number >= windows
@@ -64,7 +64,7 @@ class Workload:
         """A few requests of the kind, all at once."""
         if isinstance(self._source, Family):
             seed = self._seed + _WARM_UP
-            found = self._fitting(list(_scaled(self._source, count, seed, self.name)), 0)
+            found = self._fitting(list(generate(resized(self._source, count), seed, self.name)), 0)
         else:
             found = self._fitting(list(itertools.islice(self._source, count)), 0)
         return [msgspec.structs.replace(r, arrival_s=0.0, think_s=None) for r in found]
@@ -89,13 +89,6 @@ class Workload:
 
     def _output(self, request: TraceRequest) -> int:
         return max(1, min(request.output_tokens, self._output_max))
-
-
-def _scaled(family: Family, count: int, seed: int, name: str) -> Trace:
-    """With another number of requests the time changes too: the rate stays."""
-    duration_s = family.duration_s * count / family.requests
-    scaled = msgspec.structs.replace(family, requests=count, duration_s=duration_s)
-    return generate(scaled, seed, name)
 
 
 def own_rate(requests: Sequence[TraceRequest]) -> float | None:
