@@ -28,7 +28,15 @@ from kvatlas.validate.doctor.stage import Lies, Plan, Stage
 
 QUICK = Patience(answer_s=10.0, event_s=2.0)
 # Those whose doctor waits for what never comes; the whole self-test is in the long suite.
-SLOW = {"caching-off", "feed-silent", "feed-gaps", "replay-dead", "block-size", "tcp-for-rdma"}
+SLOW = {
+    "caching-off",
+    "feed-silent",
+    "feed-gaps",
+    "replay-dead",
+    "block-size",
+    "tcp-for-rdma",
+    "layout-unknown",
+}
 
 
 @pytest.fixture

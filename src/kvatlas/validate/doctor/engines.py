@@ -22,6 +22,7 @@ from kvatlas.validate.doctor.ear import TOKEN_BYTES, Ear
 from kvatlas.workload.proofs import Proof, Runtime, settled
 
 _FAILURES_MAX = 2
+_OPENING = 1 << 16  # numbers of prompts beside those by which engines are told apart
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -126,7 +127,8 @@ class Examined:
         target, ids, salt = self.target, shared.ids, f"kvatlas-doctor-{number}-{time.time_ns()}"
         own = shared.another(number)
         questions: dict[str, Callable[[], Awaitable[Asked]]] = {
-            "own": lambda: target.complete(own, tokens=1),
+            # A subscription takes a moment longer than a connection: this one may go unheard.
+            "opening": lambda: target.complete(shared.another(number + _OPENING), tokens=1),
             "fresh": lambda: target.complete(ids),
             "again": lambda: target.complete(ids),
             "salted": lambda: target.complete(ids, salt=salt),
@@ -136,6 +138,7 @@ class Examined:
         }
         if self.facts.chat_ids:
             questions["chat ids"] = lambda: target.complete(self.facts.chat_ids)
+        questions["own"] = lambda: target.complete(own, tokens=1)
         asked: dict[str, Asked] = {}
         for name, question in questions.items():
             failed = [a.error for a in asked.values() if a.error]

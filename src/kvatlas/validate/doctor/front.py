@@ -74,21 +74,21 @@ class Front:
             self.note(error=f"{self.url}/v1/models: {error}")
             return
         try:
-            rows = await self._get("/kvatlas/workers")
+            workers = await self._workers()
             version = (await self._get("/version"))["version"]
-            workers = {row["worker"]: _row(row) for row in rows if not _rank(row["worker"])}
         except (EngineError, KeyError, TypeError, AttributeError):
             return  # none of ours
         self.note(ours=True, version=version, workers=workers)
 
     async def alarms(self) -> None:
-        """Its flags, and what its pairs did, as they are now."""
+        """Its flags, its engines, and what its pairs did, as they are now."""
         if not self.facts.ours or self.facts.error:
             return
         try:
             health = await self._get("/health")
             transports = await self._get("/kvatlas/transports")
             agents = await self._get("/kvatlas/agents")
+            workers = await self._workers()
             flags = [flag.partition(":") for flag in health["flags"]]
             found: dict[str, dict[str, str]] = {}
             for problem, _, who in flags:
@@ -98,6 +98,7 @@ class Front:
             self.note(
                 ready=bool(health["ready"]),
                 alarms=found,
+                workers=workers,
                 agents=tuple(name for name, row in agents.items() if row["up"]),
                 pairs=msgspec.convert(transports["pairs"], tuple[PairRow, ...]),
                 rdma=transports["rdma_ports"],
@@ -184,6 +185,10 @@ class Front:
             )
         except (EngineError, KeyError, TypeError, AttributeError) as error:
             return KeyFacts(error=f"{url}: {error}")
+
+    async def _workers(self) -> dict[str, WorkerRow]:
+        rows = await self._get("/kvatlas/workers")
+        return {row["worker"]: _row(row) for row in rows if not _rank(row["worker"])}
 
     async def _get(self, path: str) -> Any:
         return await self._client.get_json(self.url + path, timeout_s=self._patience.answer_s)

@@ -265,6 +265,16 @@ async def engine_dies(stage: Stage) -> None:
     await stage.stubs[0].stop(1)
 
 
+async def agent_dies(stage: Stage) -> None:
+    """The agent of the first engine's node is gone."""
+    await stage.agents[0].close()
+
+
+async def gateway_dies(stage: Stage) -> None:
+    """Nobody is in front any more."""
+    await stage.gateway.close()
+
+
 def ranks() -> Plan:
     """Of a model whose state ranks split among them."""
     name = "llama-3.1-8b"

@@ -119,7 +119,9 @@ class Stage:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.stubs: list[StubCluster] = []
+        self.agents: list[HttpServer] = []
         self.assembly: Assembly
+        self.gateway: Gateway
         self.cluster: Cluster
         self._stack = AsyncExitStack()
         self._client = HttpClient()
@@ -173,7 +175,7 @@ class Stage:
         self.assembly = Assembly(config, timing=_TIMING, feed_limits=_FEED)
         stack.push_async_callback(self.assembly.close)
         await self.assembly.start()
-        gateway = Gateway(
+        self.gateway = gateway = Gateway(
             config.gateway,
             self.assembly.steering,
             pages=self.assembly.pages(),
@@ -192,13 +194,17 @@ class Stage:
         self.cluster = Cluster(read.worker, url, tuple(agents), read, plan.secret)
 
     async def _known(self) -> None:
-        """Until the gateway has seen the agent with its engines: it looks at it from time to
-        time."""
+        """Until the gateway follows all events, and has seen the agents with their engines: it
+        looks at these from time to time."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _KNOWN_S
-        for node in self.assembly.agents.nodes.values():
-            while loop.time() < until and not (node.told and node.told.engines):  # noqa: ASYNC110
-                await asyncio.sleep(_TIMING.poll_s / 4)
+        while loop.time() < until and not self._is_known():  # noqa: ASYNC110
+            await asyncio.sleep(_TIMING.poll_s / 4)
+
+    def _is_known(self) -> bool:
+        feed, nodes = self.assembly.feed, self.assembly.agents.nodes.values()
+        follows = all(feed.idle(status.publisher) for status in feed.status())
+        return follows and all(node.told and node.told.engines for node in nodes)
 
     async def _agent(self, index: int) -> AgentConfig:
         """The pages of the agent of one engine's node, which holds nothing."""
@@ -212,6 +218,7 @@ class Stage:
             self._agent_page(request, reply, index, events)
 
         server = HttpServer(handle)
+        self.agents.append(server)
         await server.start("127.0.0.1", 0)
         self._stack.push_async_callback(server.close)
         return AgentConfig(f"node{index}", f"http://127.0.0.1:{server.port}", (f"w{index}",))
