@@ -138,7 +138,30 @@ def test_a_slow_disk_never_pays_and_the_advice_says_so() -> None:
     assert [row.reuses for row in found.held if row.tier == "disk"] == [None, None, None]
     assert "do not load over disk" in found.advice
     assert [row.name for row in found.ways] == ["dram", "disk"]  # what [tiers] has, no more
-    assert "keep prefixes in dram" in found.advice
+    assert "on in dram, for which one reuse pays within 1 h" in found.advice
+
+
+def test_where_no_load_is_quicker_than_computing_no_tier_is_advised() -> None:
+    tiny = EngineTable(model="smollm2-135m-instruct", devices=8, precision="bf16",
+                       context_tokens=8000)  # fmt: skip
+    found = planned(cluster_of(tiny), contexts=(512, 4096), prompt_tokens=2000, output_tokens=200)
+    assert {way.pays_from_tokens for way in found.ways} == {None}
+    assert "no tier below the engines pays for itself; do not load over dram" in found.advice
+
+
+def test_engines_that_do_all_of_a_request_stand_beside_pairs() -> None:
+    """The cluster's rate is that of both; the halves' pace is told."""
+    each = {"devices": 2, "kv_dtype": "fp8", "expert_precision": "fp4"}
+    halves = [
+        EngineTable(name="prefill", role="prefill", **each),
+        EngineTable(name="decode", role="decode", **each),
+    ]
+    pairs, whole = planned(cluster_of(*halves)).mix[0], planned().mix[0]
+    both = planned(cluster_of(EngineTable(name="all", **each), *halves)).mix[0]
+    assert both.requests_per_s == pytest.approx(
+        pairs.requests_per_s + whole.requests_per_s, rel=0.02
+    )
+    assert both.bound == pairs.bound
 
 
 def test_holding_is_bytes_times_price_and_a_hit_less_its_load() -> None:

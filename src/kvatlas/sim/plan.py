@@ -17,7 +17,7 @@ from kvatlas.core.records import Tier
 from kvatlas.errors import ConfigError
 from kvatlas.report import economics
 from kvatlas.report.economics import BlockSize
-from kvatlas.report.money import MONTH_S, StoragePrice
+from kvatlas.report.money import MONTH_S, StoragePrice, dollars_text
 from kvatlas.sim.cluster import Cluster
 from kvatlas.sim.links import LinkSpec
 from kvatlas.sim.plan_engines import Engine
@@ -94,7 +94,7 @@ class Hit(msgspec.Struct, frozen=True):
 
 class Way(msgspec.Struct, frozen=True):
     """A way on which state comes: what it reaches, and from which position on a load is quicker
-    than computing, at every longer one too (None: never up to the longest context)."""
+    than computing, at every longer one too (None: not even at the longest that was tried)."""
 
     name: str
     bytes_per_s: float
@@ -255,17 +255,19 @@ def _mix(
 def _pace(
     first: Sequence[Engine], second: Sequence[Engine], prefill_s: float, decode_s: float
 ) -> tuple[str, float]:
-    """Which engines set the pace, and requests per second of the whole cluster. Engines of one
-    half are taken for as fast as its first kind."""
+    """Which engines set the pace, and requests per second of the whole cluster: of those that do
+    all of a request, and of pairs. Engines of one role are taken for as fast as its first kind."""
     both = sum(e.kind.count for e in first if e in second)
-    if both:
-        return "combined", both / (prefill_s + decode_s)
-    rates = {
-        "prefill": sum(e.kind.count for e in first) / prefill_s if prefill_s else math.inf,
-        "decode": sum(e.kind.count for e in second) / decode_s,
+    halves = {
+        "prefill": (sum(e.kind.count for e in first) - both, prefill_s),
+        "decode": (sum(e.kind.count for e in second) - both, decode_s),
     }
+    rate = both / (prefill_s + decode_s)
+    if not halves["prefill"][0]:
+        return "combined", rate
+    rates = {name: count / s if s else math.inf for name, (count, s) in halves.items()}
     bound = min(rates, key=lambda name: rates[name])
-    return bound, rates[bound]
+    return bound, rate + rates[bound]
 
 
 def _hit(engine: Engine, context: int, position: int) -> Hit:
@@ -317,15 +319,17 @@ def _share(link: LinkSpec) -> float:
 
 
 def _way(engine: Engine, path: _Path, longest: int) -> Way:
-    """Every position on the grid is tried, up to the longest context that is asked for."""
-    grid, layout = engine.kind.layout.grid_tokens, engine.kind.layout
+    """Every position on the grid is tried, up to the longest context that is asked for and a step
+    beyond: where a prompt begins to need one step more, a hit saves all of it."""
+    grid, layout, spec = engine.kind.layout.grid_tokens, engine.kind.layout, engine.kind.spec
+    last = min(longest + spec.step_tokens, spec.context_tokens)
     gains = (
         (
             position,
             engine.saved_s(position)
             - economics.load_s(layout.load_bytes(position), path.bytes_per_s, path.latency_s),
         )
-        for position in range(grid, max(longest, grid) + 1, grid)
+        for position in range(grid, max(last, grid) + 1, grid)
     )
     return Way(path.name, path.bytes_per_s, path.latency_s, economics.pays_from(gains))
 
@@ -395,24 +399,29 @@ def _blocks(engine: Engine, paths: Sequence[_Path], terms: Terms) -> list[BlockS
 
 def advise(found: Plan, terms: Terms) -> str:
     """The whole in one sentence."""
-    mix, hit = found.mix[0], found.hits[-1]
+    mix, most, hit = found.mix[0], found.mix[-1], found.hits[-1]
     said = (
         f"{terms.prompt_tokens:,} prompt and {terms.output_tokens:,} output tokens cost "
-        f"${mix.cluster_dollars:.3g} per million ({mix.bound} engines set the pace), "
-        f"${found.mix[-1].cluster_dollars:.3g} at {found.mix[-1].hit_share:.0%} hits; "
+        f"{dollars_text(mix.cluster_dollars)} per million ({mix.bound} engines set the pace), "
+        f"{dollars_text(most.cluster_dollars)} at {most.hit_share:.0%} hits; a hit of "
+        f"{hit.position:,} tokens saves {hit.gpu_s:.3g} GPU-seconds ({dollars_text(hit.dollars)}): "
     )
-    said += (
-        f"a hit of {hit.position:,} tokens saves {hit.gpu_s:.3g} GPU-seconds (${hit.dollars:.3g}): "
-    )
-    kept = [h for h in found.held if h.position == hit.position and h.reuses is not None]
-    lower = [h for h in kept if h.tier != "hbm"]
-    slow = [way.name for way in found.ways if way.pays_from_tokens is None]
-    if lower:
-        best = min(lower, key=lambda h: (h.reuses or 0, h.ttl_dollars - h.hit_dollars))
-        reuses = f"{best.reuses} reuse" + ("s" if best.reuses != 1 else "")
-        said += f"keep prefixes in {best.tier}, which {reuses} within {hours(terms.ttl_s)} pay for"
+    pays = {way.name: way.pays_from_tokens for way in found.ways}
+    kept = [
+        held
+        for held in found.held
+        if held.position == hit.position
+        and held.reuses
+        and 0 < (pays.get(held.tier) or 0) <= hit.position
+    ]
+    if kept:
+        best = min(kept, key=lambda h: (h.reuses or 0, h.ttl_dollars - h.hit_dollars))
+        reuses = "one reuse pays" if best.reuses == 1 else f"{best.reuses} reuses pay"
+        said += f"keep prefixes from {pays[best.tier]:,} tokens on in {best.tier}, for which "
+        said += f"{reuses} within {hours(terms.ttl_s)}"
     else:
         said += "no tier below the engines pays for itself"
+    slow = [name for name, tokens in pays.items() if tokens is None]
     if slow:
         said += f"; do not load over {', '.join(slow)}: computing is quicker"
     return f"{said}; blocks of {found.block.block_tokens} tokens."
