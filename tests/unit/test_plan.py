@@ -303,6 +303,7 @@ def test_a_device_of_ones_own_has_its_own_price() -> None:
     assert price.dollars_per_gpu_hour == 5.5
     assert "[[device]]" in price.source
     assert device_price(device("H200"), None).source.startswith("default: list price")
+    assert "derived, 0.7 to 1.3" in device_price(device("H20"), None).source
 
 
 def test_the_guide_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,10 @@ from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.step_time import StepTime
 
 
+#: Profiles whose price no list names (`kvatlas.workload.device`).
+DERIVED = {"H20": "derived, 0.7 to 1.3: no list names it"}
+
+
 class Kind(msgspec.Struct, frozen=True):
     """``count`` equal engines of a cluster."""
 
@@ -64,8 +68,10 @@ def device_price(device: Device, dollars_per_gpu_hour: float | None) -> Price:
             f"device {device.name!r} has no list price: give --gpu-hour DOLLARS (or usd_per_hour "
             "in its [[device]])"
         )
-    ours = DEVICES.get(device.name) == device
-    said = "list price of the profile" if ours else "usd_per_hour of its [[device]]"
+    if DEVICES.get(device.name) == device:
+        said = DERIVED.get(device.name, "list price of the profile")
+    else:
+        said = "usd_per_hour of its [[device]], or of the one that it is like"
     listed = Price(device.usd_per_hour, f"default: {said} (docs/hardware.md)")
     return price(dollars_per_gpu_hour, listed)
 
