@@ -192,6 +192,10 @@ def first(recorded: Recorded, count: int) -> Recorded:
             lambda r: msgspec.structs.replace(r, lost={"copy dropped": 20, "status 429": 900}),
             "20 requests of 340 could not be recorded",
         ),
+        (
+            lambda r: msgspec.structs.replace(r, lost={"line: no JSON": 9}),
+            "9 requests of 329 could not be recorded",
+        ),
     ],
 )
 def test_what_cannot_be_judged_is_not_shown_and_not_modelled(
@@ -286,6 +290,8 @@ def test_the_real_state_is_told_without_a_model(monkeypatch: pytest.MonkeyPatch)
     assert (live.decisions, live.told, live.same_engine) == (40, 40, 20)
     assert live.missed_tokens == 40 * 50
     assert live.error_p50 == pytest.approx(0.5)
+    unknown = judged(changed(changed(first(seen(), 40), decide), with_(engine=""))).live
+    assert unknown.reason == "it is known of 0 of 40 decided requests who served them"
     few = judged(changed(first(seen(), 10), decide)).live
     assert few.reason == "10 decisions, at least 30 are needed"
     assert few.error_p50 is None

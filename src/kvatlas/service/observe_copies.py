@@ -46,7 +46,7 @@ class Copies(asyncio.Protocol):
     def __init__(
         self, queue_bytes_max: int = QUEUE_BYTES_MAX, connections_max: int = CONNECTIONS_MAX
     ) -> None:
-        self.dropped = 0  # pieces
+        self.dropped = 0  # pieces, and connections of which none was copied
         self.unwatched = 0  # connections beyond the limit
         self.gone = asyncio.Event()  # nobody is there any more
         self._queue_bytes_max = queue_bytes_max
@@ -69,6 +69,7 @@ class Copies(asyncio.Protocol):
             return 0
         if len(self._numbers) >= self._connections_max:
             self.unwatched += 1
+            self.dropped = min(self.dropped + 1, 0xFFFFFFFF)
             return 0
         self._last = self._last % 0xFFFFFFFF + 1
         self._numbers[self._last] = 0

@@ -81,6 +81,8 @@ class Watcher:
 
     def take(self, piece: Piece) -> None:
         """Never raises for what a piece may hold."""
+        if piece.dropped:
+            self.lost["pieces not copied"] = piece.dropped
         talk = self._talks.get(piece.connection)
         if talk is None:
             if len(self._talks) >= CONNECTIONS_MAX:  # its end was dropped

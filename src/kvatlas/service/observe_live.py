@@ -135,11 +135,13 @@ def decided(decision: Decision, engine: str) -> Decided:
     """What is recorded of it; ``engine``: who really served it, "" where that is not known."""
     first = decision.plans[0]
     there = next((p for p in decision.plans if p.publisher.worker == engine), None)
+    # Not on the engine itself: it may have announced some of this very prompt already.
+    others = [p.resume_tokens for p in decision.plans if p is not there]
     return Decided(
         engine=first.publisher.worker,
         resume_tokens=first.resume_tokens,
         ttft_s=first.price.ttft_s,
-        deepest_tokens=max(plan.resume_tokens for plan in decision.plans),
+        elsewhere_tokens=-1 if there is None else max(others, default=0),
         there_resume_tokens=-1 if there is None else there.resume_tokens,
         there_ttft_s=-1.0 if there is None else there.price.ttft_s,
     )

@@ -39,13 +39,13 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Decided(msgspec.Struct, frozen=True, omit_defaults=True):
     """What kvatlas would have chosen in the state that the engines really had, as their events
-    tell it. Times are predictions; ``there``: of the engine that did serve it, -1 where it is not
-    known or had no plan."""
+    tell it. Times are predictions; ``there``: of the engine that did serve it, ``elsewhere``: the
+    deepest of all others; -1 where it is not known who served it, or it had no plan."""
 
     engine: str
     resume_tokens: int
     ttft_s: float
-    deepest_tokens: int
+    elsewhere_tokens: int = -1
     there_resume_tokens: int = -1
     there_ttft_s: float = -1.0
 

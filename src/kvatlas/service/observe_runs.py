@@ -137,7 +137,14 @@ class Exchanges:
 
     def asked(self, exchange: Exchange) -> None:
         arrival_s = max(0.0, exchange.asked_s - self._started_s)
-        seen = Seen(exchange.method, exchange.path, exchange.headers, exchange.body, arrival_s)
+        seen = Seen(
+            exchange.method,
+            exchange.path,
+            exchange.headers,
+            exchange.body,
+            arrival_s,
+            late_s=max(0.0, time.monotonic() - exchange.asked_s),
+        )
         exchange.state = self._shadow.begin(seen)
 
     def answering(self, exchange: Exchange) -> None:

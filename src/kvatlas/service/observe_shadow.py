@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
@@ -41,7 +42,7 @@ Told = Literal["", "answer", "log", "events"]
 
 class Seen(msgspec.Struct, frozen=True):
     """A request as it was seen. ``arrival_s`` since the recording began. ``live``: it is seen as
-    it arrives, so that the engines are now as it meets them."""
+    it arrives, or ``late_s`` after, so that the engines are now as it meets them."""
 
     method: str
     path: str
@@ -49,6 +50,7 @@ class Seen(msgspec.Struct, frozen=True):
     body: bytes
     arrival_s: float
     live: bool = True
+    late_s: float = 0.0
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -73,6 +75,7 @@ class Case:
     def __init__(self, seen: Seen, inbound: Inbound, ended: asyncio.Future[Ended]) -> None:
         self.arrival_s = seen.arrival_s
         self.live = seen.live
+        self.late_s = seen.late_s  # until it was decided
         self.inbound = inbound
         self.ended = ended
         self.decision: Decision | None = None
@@ -173,11 +176,13 @@ class Shadow:
             log.exception("a request could not be recorded")
 
     async def _follow(self, case: Case) -> None:
+        began_s = time.monotonic()
         prompt, ranks = await self._prompt(case.inbound)
         tokens = max((prompt.tokens, *prompt.others), key=len)
         live, scope = self._live, self._scope(case.inbound)
         if live is not None and case.live:
             case.decision = live.decide(case.inbound, tokens, ranks)
+            case.late_s += time.monotonic() - began_s
         ids = self._hashed.ids(tokens, scope) if tokens else ()
         count, reason = len(tokens) // 4, prompt.reason
         limit = _limit(case.inbound.body)
@@ -221,6 +226,8 @@ class Shadow:
                 return None
             start = secrets.randbits(62)
             ids = tuple(range(start, start + -(-count // self._block_tokens)))
+        # Decided after its first token, it was decided in a state that it had changed itself.
+        in_time = case.decision is not None and not 0 <= ended.ttft_s < case.late_s
         output, source = _output(usage, ended.output_tokens, limit)
         engine, told = case.engine, case.told
         return Row(
@@ -238,7 +245,7 @@ class Shadow:
                 told=told,
                 unkeyed=keyed.reason,
                 whole=ended.whole and ended.status != CLIENT_CLOSED,
-                decided=None if case.decision is None else decided(case.decision, engine),
+                decided=decided(case.decision, engine) if case.decision and in_time else None,
             ),
         )
 

@@ -75,7 +75,8 @@ class Line(msgspec.Struct, frozen=True):
 class LiveView(msgspec.Struct, frozen=True):
     """What the production core said of the state that the engines really had: no model in it.
 
-    ``missed_tokens``: prompt tokens that some engine could have resumed and that were computed;
+    All of requests of which it is known who served them. ``missed_tokens``: prompt tokens that
+    another engine could have resumed and that were computed;
     ``error_p50``: of predicted times to first token on the engine that did serve the request.
     """
 
@@ -206,7 +207,7 @@ def _unfit(recorded: Recorded, bounds: Bounds, share: float, rule: Policy | None
         return "no time to first token was measured: mirrors and most logs do not tell it"
     if len(seen) < bounds.requests_min:
         return f"{len(seen)} measured requests to judge by, at least {bounds.requests_min}"
-    lost = sum(count for reason, count in recorded.lost.items() if reason in _LOAD)
+    lost = sum(n for reason, n in recorded.lost.items() if reason in _LOAD or _LINE in reason)
     if lost > bounds.lost_max * (lost + len(rows)):
         return (
             f"{lost} requests of {lost + len(rows)} could not be recorded, so the load is not known"
@@ -219,10 +220,13 @@ def _unfit(recorded: Recorded, bounds: Bounds, share: float, rule: Policy | None
     return ""
 
 
-#: Requests that took engines' time and are in no line.
+_LINE = "line: "  # of a log that could not be read
+
+#: Requests that took engines' time and are in no line. Pieces are more than their requests.
 _LOAD = frozenset(
     {
         "copy dropped",
+        "pieces not copied",
         "too many at once",
         "not HTTP",
         "upgraded",
@@ -424,13 +428,14 @@ def _live(rows: Sequence[Row], bounds: Bounds) -> LiveView:
     for row in decided:
         seen, what = row.observed, row.observed.decided
         assert what is not None
-        if seen.engine:
-            told += 1
-            same += seen.engine == what.engine
+        if not seen.engine:
+            continue
+        told += 1
+        same += seen.engine == what.engine
         if seen.cached_tokens >= 0:
             prompt += row.input_length
             cached += seen.cached_tokens
-            missed += max(0, what.deepest_tokens - seen.cached_tokens)
+            missed += max(0, what.elsewhere_tokens - seen.cached_tokens)
         if what.there_ttft_s >= 0 and measured(row):
             errors.append(abs(what.there_ttft_s - seen.ttft_s) / seen.ttft_s)
     reason = ""
@@ -438,6 +443,8 @@ def _live(rows: Sequence[Row], bounds: Bounds) -> LiveView:
         reason = "no engine was listened to (--config), or none announced anything"
     elif len(decided) < bounds.live_min:
         reason = f"{len(decided)} decisions, at least {bounds.live_min} are needed"
+    elif told < bounds.live_min:
+        reason = f"it is known of {told} of {len(decided)} decided requests who served them"
     elif not prompt:
         reason = "no answer tells how many tokens were cached"
     return LiveView(

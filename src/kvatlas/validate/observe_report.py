@@ -101,13 +101,12 @@ def live_rows(live: LiveView) -> list[tuple[str, str]]:
         (
             "missed hits",
             f"{live.missed_tokens:,} of {live.prompt_tokens:,} prompt tokens "
-            f"({live.missed_tokens / live.prompt_tokens:.1%}) were computed though an engine could "
-            f"have resumed them; {live.cached_tokens / live.prompt_tokens:.1%} were cached",
+            f"({live.missed_tokens / live.prompt_tokens:.1%}) were computed though another engine "
+            f"could have resumed them; {live.cached_tokens / live.prompt_tokens:.1%} were cached",
         ),
     ]
-    if live.told:
-        same = live.same_engine / live.told
-        rows.append(("same engine", f"{same:.0%} of {live.told:,} whose engine is known"))
+    same = live.same_engine / live.told
+    rows.append(("same engine", f"{same:.0%} of {live.told:,} whose engine is known"))
     if live.error_p50 is not None:
         rows.append(("prediction", f"first tokens foretold within {live.error_p50:.0%} (median)"))
     return rows
