@@ -18,7 +18,6 @@ from kvatlas.workload.pool import Pool
 from kvatlas.workload.spec import EngineSpec
 from kvatlas.workload.step_time import StepTime
 
-
 #: Profiles whose price no list names (`kvatlas.workload.device`).
 DERIVED = {"H20": "derived, 0.7 to 1.3: no list names it"}
 
