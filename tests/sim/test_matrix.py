@@ -177,7 +177,7 @@ def test_the_command_writes_page_table_and_json(
     assert main(argv) == 0
     shown = capsys.readouterr().out
     assert "take " in shown
-    assert "assumed: --slo-ttft-s 2 s" in shown
+    assert "assumed: --slo-ttft-s: 2 s (default)" in shown
     result = json.loads(told.read_text())
     assert [row["arrangement"] for row in result["rows"]] == list(DEFAULT)
     assert {cell["prompt_tokens"] for cell in result["cells"]} == {29 * 1024}

@@ -16,7 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kvatlas import __version__
-from kvatlas.cli.output import check_output, json_bytes, progress, table_console, write_file
+from kvatlas.cli.output import (
+    Assumption,
+    check_output,
+    json_bytes,
+    progress,
+    table_console,
+    write_file,
+)
 from kvatlas.cli.trace_input import add_trace_options, opened
 from kvatlas.config import size_bytes
 from kvatlas.errors import ConfigError
@@ -62,20 +69,13 @@ exit status: 0 every request was answered, 1 some were not, 2 the input is at fa
 """
 
 
-class Assumed(msgspec.Struct, frozen=True):
-    """A value that nobody gave."""
-
-    name: str
-    value: str
-
-
 class Result(msgspec.Struct, frozen=True):
     """The whole result, as JSON too."""
 
     version: str
     devices: int
     slo: Slo
-    assumed: list[Assumed]
+    assumed: list[Assumption]
     loads: dict[str, float | None]
     advice: list[Advice]
     rows: list[Row]
@@ -158,14 +158,14 @@ def _arrangements(text: str) -> list[Name]:
     return chosen
 
 
-def _setup(args: argparse.Namespace) -> tuple[Setup, list[Assumed]]:
+def _setup(args: argparse.Namespace) -> tuple[Setup, list[Assumption]]:
     """What all cells share, and what of it nobody gave."""
     assumed = []
     slo = {}
     for name, otherwise in (("slo_ttft_s", 2.0), ("slo_tpot_s", 0.05)):
         value = getattr(args, name)
         if value is None:
-            assumed.append(Assumed(f"--{name.replace('_', '-')}", f"{otherwise:g} s"))
+            assumed.append(Assumption(f"--{name.replace('_', '-')}", f"{otherwise:g} s", "default"))
         elif not (math.isfinite(value) and value > 0):
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}: seconds above 0 are needed")
         slo[name] = otherwise if value is None else value
@@ -175,8 +175,8 @@ def _setup(args: argparse.Namespace) -> tuple[Setup, list[Assumed]]:
         )
     if args.cluster is None:
         cluster = default_cluster(engines=8 if args.engines is None else args.engines)
-        assumed.append(Assumed("--cluster", f"{len(cluster.members)} engines of two H200 each, "
-                               "DeepSeek V4 Flash"))  # fmt: skip
+        assumed.append(Assumption("--cluster", f"{len(cluster.members)} engines of two H200 each, "
+                                  "DeepSeek V4 Flash", "default"))  # fmt: skip
     else:
         cluster = load_cluster(args.cluster)
     sizes = {}
@@ -237,7 +237,7 @@ def show(result: Result, console: Console) -> None:
     for workload, load in result.loads.items():
         console.print(_table(result, workload, load))
     for assumed in result.assumed:
-        console.print(f"assumed: {assumed.name} {assumed.value}", markup=False)
+        console.print(f"assumed: {assumed.text()}", markup=False)
 
 
 def _table(result: Result, workload: str, load: float | None) -> Table:
@@ -309,5 +309,5 @@ def _head(result: Result) -> list[str]:
     """What the page says of itself."""
     return [
         f"kvatlas {result.version}, simulated: {result.devices} devices in all.",
-        *(f"Assumed, because nobody gave it: {a.name} {a.value}." for a in result.assumed),
+        *(f"Assumed, because nobody gave it: {a.text()}." for a in result.assumed),
     ]

@@ -18,6 +18,18 @@ from kvatlas.errors import ConfigError
 FILE_BYTES_MAX = 64 << 20
 
 
+class Assumption(msgspec.Struct, frozen=True):
+    """A value that nobody gave, and where it comes from."""
+
+    name: str
+    value: str
+    source: str
+
+    def text(self) -> str:
+        """In one line."""
+        return f"{self.name}: {self.value} ({self.source})"
+
+
 def json_bytes(value: object) -> bytes:
     """``value`` as indented JSON, a line break behind it."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvatlas import __version__
-from kvatlas.cli.output import check_output, json_bytes, table_console, write_file
+from kvatlas.cli.output import Assumption, check_output, json_bytes, table_console, write_file
 from kvatlas.cli.plan_seed import run_seed_case
 from kvatlas.errors import ConfigError
 from kvatlas.report.money import STORAGE, Price, StoragePrice, storage_price
@@ -46,18 +46,6 @@ examples:
 
 exit status: 0 done, 2 the input is at fault
 """
-
-
-class Assumption(msgspec.Struct, frozen=True):
-    """A value that nobody gave, and where it comes from."""
-
-    name: str
-    value: str
-    source: str
-
-    def text(self) -> str:
-        """In one line."""
-        return f"{self.name}: {self.value} ({self.source})"
 
 
 class Priced(msgspec.Struct, frozen=True):
