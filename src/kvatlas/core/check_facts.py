@@ -62,8 +62,9 @@ class EngineFacts(msgspec.Struct, frozen=True):
 
     ``canaries`` by name: ``fresh`` and ``again`` are the same token ids, ``salted`` and
     ``salted again`` these under a salt of their own, ``text`` their text, ``chat`` a message and
-    ``chat ids`` the token ids that its tokenize endpoint made of it. ``text_ids`` and ``chat_ids``
-    are what that endpoint makes of texts that all engines of a model are asked.
+    ``chat ids`` the token ids that its tokenize endpoint made of it, ``own`` a prompt that it alone
+    was asked. ``text_ids`` and ``chat_ids`` are what that endpoint makes of texts that all engines
+    of a model are asked.
     """
 
     name: str
