@@ -183,6 +183,9 @@ def test_what_sglang_tells() -> None:
         "none",
     )
     assert "hisparse" not in other
+    plain = _sglang(info | {"dtype": "auto", "context_length": None})
+    assert (plain["weights_dtype"], plain["kv_dtype"]) == ("the model's own",) * 2
+    assert plain["context_tokens"] == ""  # then /v1/models tells it
     assert _sglang({}) == {}
 
 

@@ -47,7 +47,8 @@ async def look_at(client: HttpClient, engine: Engine) -> EngineSeen:
     told = await describe(client, worker, _DEADLINE_S)
     info = await _info(client, engine)
     seen = _common(told, worker)
-    seen |= _sglang(info) if engine.engine == "sglang" else _vllm(info)
+    more = _sglang(info) if engine.engine == "sglang" else _vllm(info)
+    seen |= {name: value for name, value in more.items() if value}
     if engine.engine == "vllm" and told.facts:  # a metrics page was read: it would show there
         seen.setdefault("speculation", "on" if told.draft else "off")
     if found := await _tokenizer(client, engine, told):
@@ -163,6 +164,7 @@ def _sglang(info: Mapping[str, Any]) -> dict[str, str]:
     split = mode not in ("", "null", "none")
     backend = _text(info.get("disaggregation_transfer_backend")) if split else ""
     weights = _text(info.get("dtype")).removeprefix("torch.")
+    weights = "the model's own" if weights == "auto" else weights
     kv_dtype = _text(info.get("kv_cache_dtype"))
     found = {
         "weights_dtype": weights,
