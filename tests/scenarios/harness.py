@@ -372,6 +372,7 @@ class FakeWorker:
         self.tokenizer = tokenizer
         self.publishes = publishes
         self.got: list[Request] = []
+        self.version = "0.32.0"
         self.running = 0  # as its metrics say
         self.asleep = False
         self.draft = False  # its metrics tell of one
@@ -439,7 +440,7 @@ class FakeWorker:
             cards += [{"id": name, "parent": self.models[0]} for name in self.adapters]
             reply.send_json(200, {"object": "list", "data": cards})
         elif path == "/version":
-            reply.send_json(200, {"version": "0.32.0"})
+            reply.send_json(200, {"version": self.version})
         elif path == "/kv_event_sources":
             source = {"endpoint": self.events.endpoint, "replay_endpoint": self.events.replay}
             reply.send_json(200, {"0": source} if self.publishes else {})

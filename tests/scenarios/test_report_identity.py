@@ -373,3 +373,15 @@ async def test_bifrost_3362_bodies_arrive_as_they_were_sent(model: Path) -> None
                 assert request.body.endswith(streamed[1:])
                 assert json.loads(request.body)["stream_options"] == {"include_usage": True}
     assert len(expected) == 1
+
+
+async def test_an_engine_of_a_version_that_nobody_tested_is_named() -> None:
+    """It is routed to all the same; who looks finds out why a hit may be other than foreseen."""
+    async with FakeWorker("old") as old, FakeWorker("known") as known:
+        old.version = "0.9.1"
+        async with Product([old.config(), known.config()]) as product:
+            await product.settled()
+            health = (await product.get("/health")).json()
+            said = health["details"]["version_untested"]
+            assert said == {"old": "vllm 0.9.1 is not in the support matrix"}
+            assert not [flag for flag in health["flags"] if "version" in flag]

@@ -18,6 +18,7 @@ import msgspec
 from kvatlas.config import Config, RouterConfig, WorkerConfig, read_secret
 from kvatlas.core import sequence
 from kvatlas.core.admission import Rules
+from kvatlas.core.checks_engine import untested
 from kvatlas.core.compat import Member, not_shared
 from kvatlas.core.directory import Directory, Limits
 from kvatlas.core.dispatch import Dispatcher, Sweep
@@ -382,7 +383,8 @@ class Assembly:
 
     def _notes(self) -> Problems:
         """Engines that serve one name and may not share what they cache: routed to, each alone.
-        Those that drain. And those whose first prices are not the configured device's."""
+        Those that drain. Those whose first prices are not the configured device's. And those of a
+        version that was not tested."""
         in_flight = self.steering.in_flight()
         left = {
             str(p): f"{count} requests in flight"
@@ -395,6 +397,11 @@ class Assembly:
             "not_shared": not_shared(self.members),
             "worker_draining": left,
             "device_unused": {name: other for name, m in priced if m.layout.compute is None},
+            "version_untested": {
+                name: why
+                for name, m in self.members.items()
+                if (why := untested(m.fingerprint.engine, m.fingerprint.engine_version))
+            },
         }
 
     def _problems(self) -> Problems:
