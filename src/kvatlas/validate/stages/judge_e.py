@@ -47,6 +47,7 @@ def _on(facts: StageE) -> Finding:
             return hidden(facts.long.reason, **evidence)
         if facts.long.status != 200:
             return failed("a prompt that did not fit before got no answer", **evidence)
+        evidence["long"] = {"prompt_tokens": str(facts.long.prompt_tokens)}
     return passed(**evidence) if evidence else hidden("no engine was asked")
 
 
