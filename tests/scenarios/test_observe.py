@@ -3,69 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
-import socket
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from harness import COMPLETION, WAIT_S, FakeWorker, Product, announce, answer, fresh_tokens, process
+from observe_kit import Observed, until
 from stub_publisher import BLOCK
 
 from kvatlas.cli.main import main
 from kvatlas.config import Config, RouterConfig
 from kvatlas.connectors.child import Child, free_ports
 from kvatlas.service.http import Request
-from kvatlas.service.http_client import Origin
 from kvatlas.service.http_reply import Reply
-from kvatlas.service.observe_copies import Copies
-from kvatlas.service.observe_record import Recorded, read
-from kvatlas.service.observe_runs import Observer, Settings, Summary, mirrored, watch
-from kvatlas.service.observe_tunnel import Tunnel
+from kvatlas.service.observe_record import read
+from kvatlas.service.observe_runs import Observer, Settings, mirrored
 
 PROMPT = fresh_tokens(100)
 ROUND_ROBIN = RouterConfig(policy="round_robin")
-
-
-class Observed:
-    """A pass-through before ``port``, and what its recording holds in the end."""
-
-    def __init__(self, port: int, file: Path, **settings: Any) -> None:
-        self.port = port
-        self.file = file
-        self.settings = Settings(
-            record=str(file), mode="front", block_tokens=16, started_s=time.monotonic(), **settings
-        )
-        self.observer: Observer
-        self.recorded: Recorded
-        self.summary: Summary
-
-    @contextlib.asynccontextmanager
-    async def watching(self) -> AsyncIterator[Tunnel]:
-        ours, theirs = socket.socketpair()
-        copies, ready = Copies(), asyncio.Future[Observer]()
-        loop = asyncio.get_running_loop()
-        await loop.create_connection(lambda: copies, sock=ours)
-        reader, writer = await asyncio.open_connection(sock=theirs)
-        watched = asyncio.create_task(watch(reader, self.settings, ready.set_result))
-        self.observer = await ready
-        tunnel = Tunnel(Origin("127.0.0.1", self.port, ""), copies)
-        await tunnel.start()
-        try:
-            yield tunnel
-        finally:
-            await tunnel.close()
-            copies.close()
-            self.summary = await watched
-            writer.close()
-            self.recorded = read(self.file)
 
 
 def body(prompt: list[int] = PROMPT, **more: object) -> dict[str, object]:
@@ -154,12 +115,6 @@ async def test_what_was_missed_on_the_real_state_is_seen(tmp_path: Path, header:
     else:
         assert engines[2] == ""  # nothing new was announced: it is not known
         assert [row.observed.told for row in rows] == ["events", "events", ""]
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 def _lines(file: Path) -> list[bytes]:

@@ -91,6 +91,19 @@ def test_pieces_may_be_cut_anywhere() -> None:
     assert not heard.watcher.lost
 
 
+def test_an_error_in_a_stream_is_seen() -> None:
+    text = b'data: {"choices":[{"text":"data: {\\"error\\""}]}\n\n'
+    event = b'data: {"error":{"message":"no"}}\n\n'
+    for data, failed in ((text, False), (event, True), (text + event, True)):
+        heard = Heard()
+        heard.says(Kind.ASKED, ASK)
+        heard.says(Kind.ANSWERED, HEAD + b"\r\n")
+        for byte in data:
+            heard.says(Kind.ANSWERED, bytes([byte]))
+        heard.says(Kind.CLOSED)
+        assert heard.only.failed == failed
+
+
 def test_pipelined_requests_are_told_apart() -> None:
     heard = Heard()
     heard.says(Kind.ASKED, ASK + b"HEAD /x HTTP/1.1\r\n\r\n" + ASK)

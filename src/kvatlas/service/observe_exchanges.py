@@ -21,6 +21,8 @@ BODY_BYTES_MAX = 64 << 20  # of one request
 BODIES_BYTES_MAX = 512 << 20  # of all requests that are not answered yet
 PIPELINED_MAX = 64  # requests of one connection that wait for their answers
 
+_ERROR = re.compile(rb'(?:^|[\r\n])data: ?\{"error"')
+_EDGE_BYTES = 16  # more than what that finds, and less than an event
 _REQUEST_LINE = re.compile(rb"(?:GET|HEAD|POST|PUT|DELETE|OPTIONS|PATCH) \S+ HTTP/1\.[01]\r\n")
 
 
@@ -29,11 +31,12 @@ class Exchange:
 
     ``asked_s``: when its last byte had come; ``first_s``: when the first byte of the answer's body
     came, ``ended_s`` the last. ``events``: of a streamed answer, those that are no end marker.
+    ``failed``: one of them is an error, whatever the status said before it.
     """
 
     __slots__ = (
-        *("answer", "asked_s", "body", "ended_s", "events", "first_s", "headers", "method", "path"),
-        *("state", "status", "tail", "told", "whole"),
+        *("answer", "asked_s", "body", "edge", "ended_s", "events", "failed", "first_s", "headers"),
+        *("method", "path", "state", "status", "tail", "told", "whole"),
     )
 
     def __init__(self) -> None:
@@ -45,7 +48,8 @@ class Exchange:
         self.told: dict[str, str] = {}  # the answer's headers
         self.answer = AnswerReader()
         self.events = 0
-        self.tail = b""
+        self.failed = False
+        self.tail = self.edge = b""  # of the bytes before, what an event or its end may begin with
         self.whole = False  # all of the answer came
         self.state: object = None  # whatever the listener keeps with it
 
@@ -268,6 +272,9 @@ class _Answers:
             seen = (exchange.tail + data).replace(b"\r\n", b"\n")
             exchange.events += seen.count(b"\n\n")
             rest = seen[len(seen.rstrip(b"\r\n")) :]  # perhaps the first half of a blank line
+            near = exchange.edge + data
+            exchange.failed = exchange.failed or _ERROR.search(near) is not None
+            exchange.edge = near[-_EDGE_BYTES:]
             exchange.tail = b"" if rest.endswith(b"\n\n") else rest
 
     def on_message_complete(self) -> None:

@@ -43,6 +43,7 @@ TTFT = "from the last byte of the request to the first byte of a streamed answer
 _READY = b"+"
 _READ_BYTES = 1 << 18
 _NICENESS = 10
+_FAILED = 500
 _SETTLE_S = 10.0
 
 
@@ -160,7 +161,8 @@ class Exchanges:
         engine = exchange.told.get(self._header, "")
         first_s = exchange.answer.first_token_s(exchange.first_s)
         ended = Ended(
-            status=exchange.status or CLIENT_CLOSED,  # it left, or was broken off, before one
+            # It left, or was broken off, before an answer; or an error stands in the answer.
+            status=_FAILED if exchange.failed else exchange.status or CLIENT_CLOSED,
             whole=exchange.whole,
             ttft_s=first_s - exchange.asked_s if first_s >= 0 else -1.0,
             e2e_s=exchange.ended_s - exchange.asked_s,
