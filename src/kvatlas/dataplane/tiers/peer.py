@@ -220,10 +220,8 @@ class PeerServer:
                 if unit is not None:
                     self._dram.unpin(unit.slot)
         del names[: len(units)]
-        sent, missing = sum(same), units.count(None)
-        self.counts.add("sent", sent)
-        self.counts.add("missing", missing)
-        self.counts.add("recycled", len(units) - sent - missing)
+        for unit, ok in zip(units, same, strict=True):
+            self.counts.add("missing" if unit is None else "sent" if ok else "recycled")
         return b"".join(_SAME if ok else _MISSED for ok in same)
 
     def _there(self, names: Sequence[bytes]) -> Collection[bytes]:
