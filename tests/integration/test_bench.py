@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import csv
-import json
 import os
 import signal
-import sys
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from bench_kit import Between, stubs
 
-from kvatlas.cli.main import main
-from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
-from kvatlas.core.layout import plain
 from kvatlas.errors import ConfigError, EngineError
 from kvatlas.report.latency import Slo
 from kvatlas.service.http import Request
@@ -34,9 +26,7 @@ from kvatlas.validate.bench.values import Arm, BenchPlan, Clean, KneePlan, Outco
 from kvatlas.validate.bench.verdicts import findings
 from kvatlas.validate.bench.workload import Workload
 from kvatlas.workload.presets import FAMILIES
-from kvatlas.workload.spec import EngineSpec
 
-SPEC = EngineSpec(blocks=8192, prefill_tokens_per_s=1e5, decode_step_s=0.01, time_scale=0.0)
 LOAD = LoadPlan("", time_scale=0.0, max_output_tokens=2, slo=Slo(ttft_s=60.0), timeout_s=20.0)
 PLAN = BenchPlan(LOAD, rounds=2, requests=12, warm_up=2, ready_s=5.0)
 
@@ -48,13 +38,6 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvatlas.validate.bench.run._SETTLE_S", 0.001)
 
 
-@contextlib.asynccontextmanager
-async def stubs(count: int = 1) -> AsyncIterator[StubCluster]:
-    options = StubOptions(plain(16), SPEC, model_name="m", count=count, events=False)
-    async with StubCluster(options) as cluster:
-        yield cluster
-
-
 def workload(name: str = "shared-prompt", context: int = 800) -> Workload:
     made = Workload(name, FAMILIES[name], seed=1, output_max=2)
     made.fit(context)
@@ -63,59 +46,6 @@ def workload(name: str = "shared-prompt", context: int = 800) -> Workload:
 
 def bench(arms: list[Arm], plan: BenchPlan = PLAN, **more: Any) -> Bench:
     return Bench(plan, arms, workload(), nonce="n", clock=lambda: 1e9, **more)
-
-
-class Between:
-    """Stands before a stub engine: what it sees is counted, what it is told to do it does."""
-
-    def __init__(self, url: str, change: Callable[[Request], tuple[int, bytes] | None]) -> None:
-        self._url = url.removeprefix("http://")
-        self._change = change
-        self._server = HttpServer(self._handle)
-        self.paths: Counter[str] = Counter()
-        self.prompts: list[str] = []
-
-    async def _handle(self, request: Request, reply: Reply) -> None:
-        self.paths[request.path] += 1
-        if request.method == "POST" and request.body:
-            self.prompts.append(str(json.loads(request.body).get("prompt")))
-        instead = self._change(request)
-        if instead is not None:
-            reply.send(instead[0], [(b"content-type", b"application/json")], instead[1])
-            return
-        host, _, port = self._url.partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        target = request.path + (f"?{request.query}" if request.query else "")
-        head = f"{request.method} {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-        head += f"content-length: {len(request.body)}\r\n\r\n"
-        writer.write(head.encode() + request.body)
-        answer = await reader.read(-1)
-        writer.close()
-        top, _, body = answer.partition(b"\r\n\r\n")
-        kind = b"text/event-stream" if b"event-stream" in top else b"application/json"
-        if b"chunked" in top.lower():
-            body = unchunked(body)
-        reply.send(int(top.split()[1]), [(b"content-type", kind)], body)
-
-    async def __aenter__(self) -> Between:
-        await self._server.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._server.close()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.port}"
-
-
-def unchunked(body: bytes) -> bytes:
-    out = b""
-    while body:
-        size, _, rest = body.partition(b"\r\n")
-        count = int(size, 16)
-        out, body = out + rest[:count], rest[count + 2 :] if count else b""
-    return out
 
 
 def answers(*paths: str, status: int = 404, body: bytes = b"{}") -> Callable[[Request], Any]:
@@ -489,103 +419,3 @@ async def test_a_rate_needs_arrivals_that_differ() -> None:
         plan = msgspec.structs.replace(PLAN, requests=1, rate=3.0)
         with pytest.raises(ConfigError, match="all come at once"):
             await bench([Arm("a", cluster.addresses[0].url)], plan).run()
-
-
-# -- the command ----------------------------------------------------------------------------------
-
-
-async def command(*arguments: str, until: Callable[[], bool] | None = None) -> tuple[int, str, str]:
-    """Run it; ``until``: interrupt it as soon as that is so."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvatlas", "bench", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        async with asyncio.timeout(60):
-            while until is not None and not until():
-                await asyncio.sleep(0.005)
-            if until is not None:
-                process.send_signal(signal.SIGINT)
-            out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
-
-
-async def test_the_command_writes_everything(tmp_path: Path) -> None:
-    page, result, lines = tmp_path / "b.html", tmp_path / "b.json", tmp_path / "b.csv"
-    async with stubs(2) as cluster:
-        one, other = (a.url for a in cluster.addresses)
-        status, out, err = await command(
-            *("--family", "shared-prompt", "--arm", f"a={one}", "--arm", f"b={other}"),
-            *("--rounds", "2", "--requests", "25", "--rate", "400", "--context", "600"),
-            *("--max-output", "2", "--slo-ttft-s", "30", "--html", str(page)),
-            *("--json", str(result), "--csv", str(lines)),
-        )
-    assert status == 0, err
-    assert "round 2 of 2: b" in err
-    for word in ("TTFT p95", "hit tokens", "b against a", "not shown", "reset: verified"):
-        assert word in out, out
-    written = json.loads(result.read_bytes())
-    assert written["outcome"]["rounds"][0]["load"]["latency"]["requests"] == 25
-    assert written["findings"]["differences"][0]["verdict"] == "not shown"
-    table = list(csv.DictReader(lines.read_text().splitlines()))
-    assert len(table) == 100
-    assert Counter((r["arm"], r["play"]) for r in table)["b", "round 2"] == 25
-    assert all(float(r["ttft_s"]) <= float(r["e2e_s"]) for r in table)
-    assert "<script" not in page.read_text()
-
-
-async def test_an_interrupted_bench_loses_nothing(tmp_path: Path) -> None:
-    page, lines = tmp_path / "b.html", tmp_path / "b.csv"
-    async with stubs() as cluster:
-        asked = 0
-
-        def counted(request: Request) -> None:
-            nonlocal asked
-            asked += request.path == "/v1/completions"
-
-        async with Between(cluster.addresses[0].url, counted) as server:
-            status, out, _ = await command(
-                *("--family", "shared-prompt", "--target", server.url, "--context", "600"),
-                *("--rounds", "50", "--requests", "20", "--rate", "100", "--max-output", "2"),
-                *("--html", str(page), "--csv", str(lines)),
-                until=lambda: asked > 60,
-            )
-    assert status == 130
-    assert "The bench was interrupted" in out
-    assert "not complete" in page.read_text()
-    assert len(lines.read_text().splitlines()) > 20
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--family", "nobody", "TARGET"], "use one of random"),
-        (["--arm", "http://127.0.0.1:1"], "NAME=VALUE is needed"),
-        (["TARGET", "--arm", "a=http://127.0.0.1:1"], "one of the two"),
-        ([], "--target URL is needed"),
-        (["--arm", "a=http://x", "--arm", "b=http://y", "--engine", "c=http://z"], "no arm c"),
-        (["--arm", "a=http://x", "--before", "a=1", "--before", "a=2"], "--before a: given twice"),
-        (["TARGET", "--api-key-env", "NOT_THERE"], "holds no key"),
-        (["TARGET", "--html", "/"], "is a directory"),
-        (["TARGET"], "127.0.0.1:1"),
-        (["TARGET", "--knee"], "--knee needs --slo-ttft-s"),
-    ],
-)
-def test_faults_of_the_input_are_one_line_and_status_2(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given: list[str] = []
-    for word in arguments:
-        given += ["--target", "http://127.0.0.1:1"] if word == "TARGET" else [word]
-    family = [] if "--family" in given else ["--family", "random"]
-    assert main(["bench", "--quiet", *family, *given]) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import msgspec
 import pytest
 
 from kvatlas.errors import ConfigError
-from kvatlas.service import load
+from kvatlas.service import load, load_answer
 from kvatlas.service.http import Request
 from kvatlas.service.http_reply import Reply
 from kvatlas.service.http_server import HttpServer
@@ -35,11 +35,13 @@ def request(index: int, arrival_s: float = 0.0, **more: object) -> TraceRequest:
     return msgspec.structs.replace(TraceRequest(index, arrival_s, 16, 2, (index,)), **more)
 
 
-async def played(events: list[bytes]) -> Record:
+async def played(
+    events: list[bytes], headers: Sequence[tuple[bytes, bytes]] = SSE, status: int = 200
+) -> Record:
     """What a replay of one request makes of these events."""
 
     async def answer(asked: Request, reply: Reply) -> None:
-        reply.start(200, SSE)
+        reply.start(status, list(headers))
         for event in events:
             reply.write(event)
             await asyncio.sleep(0.001)
@@ -70,6 +72,12 @@ DONE = b"data: [DONE]\n\n"
         ([WORD.replace(b"}]}", b'}], "usage": null}'), WORD, LAST, DONE], 2),
         ([e.replace(b"\n", b"\r\n") for e in (ROLE, WORD, WORD, LAST, DONE)], 2),
         ([WORD[:-2] + b"\r\n\r", b"\n" + WORD, LAST, DONE], 2),
+        # other fields of an event, a comment, data in two lines
+        ([b"event: message\nid: 1\n" + WORD, b": wait\n\n", WORD, LAST, DONE], 2),
+        ([b"data: {\n" + WORD.replace(b"data: {", b"data: "), WORD, LAST, DONE], 2),
+        # counts that are none: the words that were seen count
+        ([WORD, WORD, LAST.replace(b": 2", b": " + b"9" * 400), DONE], 2),
+        ([WORD, WORD, LAST.replace(b": 2", b": -2").replace(b": 9", b": true"), DONE], 2),
     ],
 )
 async def test_a_token_is_what_a_reader_sees(events: list[bytes], tokens_seen: int) -> None:
@@ -80,12 +88,65 @@ async def test_a_token_is_what_a_reader_sees(events: list[bytes], tokens_seen: i
         assert (record.prompt_tokens, record.timing.output_tokens) == (9, 2)
 
 
+@pytest.mark.parametrize(
+    ("events", "error", "said"),
+    [
+        ([DONE], "error in answer", "no output"),
+        ([LAST, DONE], "error in answer", "no output"),
+        ([b"data: xyz\n\n", WORD, DONE], "error in answer", "not JSON"),
+        ([b'data: {"choices": [{"te\n\n', DONE], "error in answer", "not JSON"),
+        ([b'data: {"choices": 3}\n\n', DONE], "error in answer", "another form"),
+        ([WORD, b'data: {"usage":' + b"[" * 100_000 + b"\n\n", DONE], "error in answer", "depth"),
+        ([WORD, b"data: " + b"x" * load_answer.EVENT_BYTES_MAX], "broken off", "is longer than"),
+        ([WORD, LAST], "broken off", "without [DONE]"),
+    ],
+)
+async def test_a_broken_answer_is_none(events: list[bytes], error: str, said: str) -> None:
+    record = await played(events)
+    assert (record.timing, record.error) == (None, error)
+    assert said in record.detail
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "said"),
+    [
+        (307, [(b"location", b"http://b/v1")], b"", "it leads to http://b/v1"),
+        (404, [], b'{"detail": "Not Found"}', "Not Found"),
+        (500, [], b"", "it is empty"),
+        (502, SSE, b"no healthy upstream", "no healthy upstream"),
+        (200, [], b"{}", "no output"),
+        (200, [], b"<html>", "not JSON"),
+        (500, [], b'{"error": {"message": "\\u001b[2J\\na\\u202eb"}}', "0: \ufffd[2J a\ufffdb"),
+    ],
+)
+async def test_what_a_refusal_says(
+    status: int, headers: list[tuple[bytes, bytes]], body: bytes, said: str
+) -> None:
+    record = await played([body], headers, status)
+    assert record.error == ("error in answer" if status == 200 else f"http {status}")
+    assert said in record.detail
+    assert record.detail.isprintable()
+
+
+async def test_a_streams_type_and_an_endless_count_in_its_head() -> None:
+    headers = [
+        (b"content-type", b"Text/Event-Stream; charset=UTF-8"),
+        (b"x-kvatlas-expected-hit-tokens", b"9" * 5000),
+        (b"x-kvatlas-worker", b"w\x1b[2J".replace(b"\x1b", b"\xc2\x9b")),
+    ]
+    record = await played([WORD, LAST, DONE], headers)
+    assert record.timing is not None
+    assert (record.expected_tokens, record.error) == (None, "")
+    assert record.worker is not None
+    assert record.worker.isprintable()
+
+
 async def test_prompts_headers_and_bodies_are_those_that_were_asked() -> None:
     asked: list[Request] = []
 
     async def answer(request: Request, reply: Reply) -> None:
         asked.append(request)
-        reply.send_json(200, {"usage": {"prompt_tokens": 3}})
+        reply.send_json(200, {"choices": [{"text": "a"}], "usage": {"prompt_tokens": 3}})
 
     def chat(of: TraceRequest) -> Prompt:
         return Prompt("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
@@ -112,7 +173,7 @@ async def test_each_request_is_told_as_it_ended() -> None:
             return
         details = {"cached_tokens": 4}
         usage = {"prompt_tokens": 16, "completion_tokens": 2, "prompt_tokens_details": details}
-        reply.send_json(200, {"usage": usage})
+        reply.send_json(200, {"choices": [{"text": "a"}], "usage": usage})
 
     def ids(of: TraceRequest) -> Prompt:
         return Prompt("/v1/completions", {"prompt": [of.index]})
@@ -142,7 +203,7 @@ async def test_turns_of_a_closed_loop_wait_for_the_answer_before() -> None:
         together.update({0, 1} if {0, 1} <= running else ())
         await asyncio.sleep(0.005)
         running.discard(number)
-        reply.send_json(200, {})
+        reply.send_json(200, {"choices": [{"text": "a"}]})
 
     def ids(of: TraceRequest) -> Prompt:
         return Prompt("/v1/completions", {"prompt": [of.index]})

@@ -99,7 +99,7 @@ async def test_requests_in_flight_are_bounded_and_the_wait_is_told() -> None:
         most = max(most, running)
         await asyncio.sleep(0.01)
         running -= 1
-        reply.send_json(200, {"usage": {"completion_tokens": 1}})
+        reply.send_json(200, {"choices": [{"text": "a"}], "usage": {"completion_tokens": 1}})
 
     async with server(slow) as url:
         plan = LoadPlan(url, time_scale=0.0, max_in_flight=3, stream=False)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import re
+import signal
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import uvloop
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvatlas.cli.output import check_output, json_bytes, table_console, write_file
 from kvatlas.cli.trace_input import add_trace_options, opened
@@ -20,6 +24,7 @@ from kvatlas.errors import ConfigError, KvatlasError
 from kvatlas.report.axes import number
 from kvatlas.report.latency import Slo
 from kvatlas.report.table import seconds
+from kvatlas.report.text import harmless
 from kvatlas.service.http import Headers
 from kvatlas.service.load import LoadPlan
 from kvatlas.validate.bench import words
@@ -131,31 +136,67 @@ def run(args: argparse.Namespace) -> int:
         workload,
         headers=_headers(args),
         nonce=uuid.uuid4().hex,
-        told=lambda text: None if args.quiet else print(text, file=sys.stderr, flush=True),
+        told=_telling(args.quiet),
     )
     failure: BaseException | None = None
     try:
-        uvloop.run(bench.run())
-    except (KvatlasError, KeyboardInterrupt) as error:
+        uvloop.run(_until_ended(bench))
+    except (KvatlasError, KeyboardInterrupt, asyncio.CancelledError) as error:
+        failure = error if isinstance(error, KvatlasError) else KeyboardInterrupt()
         if not bench.rows:
-            raise
-        failure = error  # what was measured is not lost
+            raise failure from None  # else: what was measured is not lost
     outcome = bench.outcome
     found = findings(outcome, bench.rows)
+    fault = _write(args, outcome, found, bench.rows)  # first: whoever reads the tables may be gone
     _show(outcome, found)
-    _write(args, outcome, found, bench.rows)
-    if failure is not None:
-        raise failure
+    if failure or fault:
+        raise failure or fault or AssertionError
     return 0 if outcome.sound else 1
 
 
-def _write(args: argparse.Namespace, outcome: Outcome, found: Findings, rows: list[Row]) -> None:
-    if args.csv is not None:
-        write_file("--csv", args.csv, words.csv_text(rows).encode())
-    if args.json is not None:
-        write_file("--json", args.json, json_bytes(Result(outcome, found)))
-    if args.html is not None:
-        write_file("--html", args.html, html(outcome, found, rows).encode())
+async def _until_ended(bench: Bench) -> None:
+    """Whoever ends the command, or closes its terminal, loses no more than with Ctrl-C. Raises
+    CancelledError then."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(each) is signal.SIG_DFL:  # nohup has the second one ignored
+            loop.add_signal_handler(each, task.cancel)
+    await bench.run()
+
+
+def _telling(quiet: bool) -> Callable[[str], None]:
+    """Lines on stderr, as long as somebody reads them."""
+    heard = not quiet
+
+    def told(text: str) -> None:
+        nonlocal heard
+        try:
+            if heard:
+                print(text, file=sys.stderr, flush=True)
+        except OSError:
+            heard = False
+
+    return told
+
+
+def _write(
+    args: argparse.Namespace, outcome: Outcome, found: Findings, rows: list[Row]
+) -> KvatlasError | None:
+    """All files that were asked for; the fault of the first that could not be written."""
+    faults: list[KvatlasError] = []
+    files: tuple[tuple[str, Path | None, Callable[[], bytes]], ...] = (
+        ("--csv", args.csv, lambda: words.csv_text(rows).encode()),
+        ("--json", args.json, lambda: json_bytes(Result(outcome, found))),
+        ("--html", args.html, lambda: html(outcome, found, rows).encode()),
+    )
+    for option, path, made in files:
+        if path is not None:
+            try:
+                write_file(option, path, made())
+            except KvatlasError as error:
+                faults.append(error)
+    return faults[0] if faults else None
 
 
 # -- what was asked for ---------------------------------------------------------------------------
@@ -251,7 +292,7 @@ def _show(outcome: Outcome, found: Findings) -> None:
     _grid(console, ("round", "turn", "arm", "answered", "failed", "hit tokens", "empty caches"),
           [list(row) for row in words.rounds(outcome)])  # fmt: skip
     for line in (*words.endings(outcome), *outcome.notes):
-        console.print(line, markup=False)
+        console.print(_text(line))
 
 
 def _estimates(console: Console, outcome: Outcome, found: Findings) -> None:
@@ -266,7 +307,7 @@ def _estimates(console: Console, outcome: Outcome, found: Findings) -> None:
         if estimate.reason:
             reasons.setdefault(f"{estimate.arm}: {estimate.reason}", []).append(estimate.metric)
     for reason, metrics in reasons.items():
-        console.print(f"{', '.join(metrics)}: {reason}.", markup=False)
+        console.print(_text(f"{', '.join(metrics)}: {reason}."))
 
 
 def _differences(console: Console, found: Findings) -> None:
@@ -293,5 +334,10 @@ def _knees(console: Console, outcome: Outcome) -> None:
 def _grid(console: Console, heads: tuple[str, ...], rows: list[list[str]]) -> None:
     table = Table(*heads)
     for row in rows:
-        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        table.add_row(*map(_text, row))
     console.print(table)
+
+
+def _text(said: str) -> Text:
+    """As it is: no markup, no emoji codes, no control characters."""
+    return Text(harmless(said))

@@ -10,6 +10,7 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvatlas.cli.output import check_output, json_bytes, progress, write_file
 from kvatlas.cli.trace_input import add_trace_options, opened
@@ -128,10 +129,12 @@ def _show(result: LoadResult) -> None:
         known = f"{tokens:,}{share}, told by {answers} answers" if answers else "not told"
         facts.add_row(name, known)
     if result.workers:
-        facts.add_row("by worker", ", ".join(f"{w} {n}" for w, n in result.workers.items()))
+        named = ", ".join(f"{worker} {count}" for worker, count in result.workers.items())
+        facts.add_row("by worker", Text(named))
     if (result.start_lag_s.p99 or 0) > 0.01:
         lag = seconds(result.start_lag_s.p99)
         facts.add_row("client lag p99", f"{lag}: this client was late; its wait counts above")
     console.print(facts)
     for kind, count in result.errors.items():
-        console.print(f"[red]{count} × {kind}[/red]: {result.error_examples[kind]}", markup=True)
+        said = f": {result.error_examples[kind]}"  # the engine's own words: no markup
+        console.print(Text.assemble((f"{count} × {kind}", "red"), said))

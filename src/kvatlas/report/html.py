@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from kvatlas.report.text import harmless
+
 TEXT_MAX = 4000  # characters of one text or cell: the rest is cut, and that is said
 ROWS_MAX = 1000  # of one table
 CODE_MAX = 100_000  # characters
@@ -130,8 +132,7 @@ def escaped(text: str, characters_max: int = TEXT_MAX) -> str:
     long, what no page may contain replaced."""
     if len(text) > characters_max:
         text = f"{text[:characters_max]}… ({len(text):,} characters)"
-    shown = "".join(c if c >= " " or c in "\t\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return html.escape(shown.encode("utf-8", "replace").decode())
+    return html.escape(harmless(text))
 
 
 def _inline(part: Part) -> str:

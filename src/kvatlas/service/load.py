@@ -18,6 +18,7 @@ import msgspec
 
 from kvatlas.errors import ConfigError, EngineError
 from kvatlas.report.latency import Report, Slo, Summary, Timing, report, summarise
+from kvatlas.report.text import one_line
 from kvatlas.service.http import Headers
 from kvatlas.service.http_client import (
     ConnectError,
@@ -27,12 +28,13 @@ from kvatlas.service.http_client import (
     SilenceError,
     origin_of,
 )
-from kvatlas.service.load_answer import Answer
+from kvatlas.service.load_answer import Answer, tokens
 from kvatlas.workload.trace import VOCAB_SIZE, TraceRequest, tokens_of
 
 EXPECTED_HEADER = "x-kvatlas-expected-hit-tokens"
 WORKER_HEADER = "x-kvatlas-worker"
 CONNECT_S = 30.0  # as patient as users' clients: a full backlog takes SYNs up seconds later
+_DIGITS_MAX = 20  # of a count in a header: longer ones are none
 CLOSED_LOOP_MAX = 10_000  # requests of a closed loop: all of them wait at once
 _HEADERS = [(b"content-type", b"application/json")]
 
@@ -331,7 +333,8 @@ class _Sender:
                     "POST", self._origin, prompt.path, self._headers, body=body, sink=answer
                 )
         except (TimeoutError, SilenceError):
-            error, detail = "timeout", f"no answer in {self._plan.timeout_s:g} s"
+            what = "no end of its answer" if answer.status else "no answer"
+            error, detail = "timeout", f"{what} in {self._plan.timeout_s:g} s"
         except ConnectError as fault:
             error, detail = "no connection", str(fault)
         except ResponseError as fault:
@@ -341,7 +344,7 @@ class _Sender:
             error, detail = _fault(answer)
         record = Record(request.index, request.session, due - self.start, lag_s)
         if error:
-            detail = f"request {request.index}: {detail}"[:300]
+            detail = one_line(f"request {request.index}: {detail}")[:300]
             return msgspec.structs.replace(record, error=error, detail=detail)
         return _answered(record, answer, _timing(answer, due, loop.time()))
 
@@ -358,17 +361,17 @@ def _fault(answer: Answer) -> tuple[str, str]:
 
 
 def _answered(record: Record, answer: Answer, timing: Timing) -> Record:
-    prompt = answer.usage.get("prompt_tokens")
     details = answer.usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    expected = answer.headers.get(EXPECTED_HEADER, "")
+    expected = answer.headers.get(EXPECTED_HEADER, "")[:_DIGITS_MAX]
+    worker = answer.headers.get(WORKER_HEADER)
     return msgspec.structs.replace(
         record,
         timing=timing,
-        prompt_tokens=prompt if isinstance(prompt, int) else None,
-        cached_tokens=cached if isinstance(cached, int) else None,
-        expected_tokens=int(expected) if expected.isdecimal() else None,
-        worker=answer.headers.get(WORKER_HEADER),
+        prompt_tokens=tokens(answer.usage.get("prompt_tokens")),
+        cached_tokens=tokens(cached),
+        expected_tokens=tokens(int(expected)) if expected.isdecimal() else None,
+        worker=one_line(worker) if worker is not None else None,
     )
 
 
@@ -397,9 +400,9 @@ def _body(plan: LoadPlan, request: TraceRequest, prompt: Prompt) -> bytes:
 
 
 def _timing(answer: Answer, due: float, end: float) -> Timing:
-    made = answer.usage.get("completion_tokens")
+    made = tokens(answer.usage.get("completion_tokens"))
     times = answer.times
-    output_tokens = made if isinstance(made, int) else len(times)
+    output_tokens = len(times) if made is None else made
     if not times:
         return Timing(None, end - due, output_tokens)
     gaps = tuple(later - earlier for earlier, later in itertools.pairwise(times))
