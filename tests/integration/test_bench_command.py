@@ -137,6 +137,7 @@ async def test_a_reader_who_leaves_costs_no_result(tmp_path: Path) -> None:
         (["TARGET", "--api-key-env", "NOT_THERE"], "holds no key"),
         (["TARGET", "--html", "/"], "is a directory"),
         (["TARGET"], "127.0.0.1:1"),
+        (["TARGET", "--context", "0"], "need 2 tokens"),
         (["TARGET", "--knee"], "--knee needs --slo-ttft-s"),
     ],
 )

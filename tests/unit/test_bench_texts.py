@@ -192,6 +192,13 @@ def test_what_is_too_long_is_left_out_of_a_trace(tmp_path: Path) -> None:
         made.requests(0, 3)
 
 
+def test_a_wider_context_does_not_undo_a_narrower_one(tmp_path: Path) -> None:
+    made = traced(tmp_path, [100, 500, 100])
+    made.fit(200)  # what was asked for
+    made.fit(4096)  # what the endpoint states
+    assert [r.input_tokens for r in made.requests(0, 3)] == [100, 100]
+
+
 def test_rates() -> None:
     requests = [TraceRequest(i, i / 4, 16, 1, (i,)) for i in range(9)]
     assert own_rate(requests) == 4

@@ -129,6 +129,8 @@ def run(args: argparse.Namespace) -> int:
         args.family or str(args.trace), source, seed=args.seed, output_max=args.max_output
     )
     if args.context is not None:
+        if args.context < 2:
+            raise ConfigError(f"--context {args.context}: a prompt and its answer need 2 tokens")
         workload.fit(args.context)
     bench = Bench(
         plan,

@@ -39,7 +39,8 @@ class Workload:
         return self._source.block_tokens
 
     def fit(self, context_tokens: int) -> None:
-        """From now on prompts fit into this context, with their answers."""
+        """From now on prompts fit into this context, with their answers, and into each before."""
+        context_tokens = min(context_tokens, self._context_tokens or context_tokens)
         self._context_tokens = context_tokens
         if isinstance(self._source, Family):
             room = max(1, context_tokens - self._output_max)
@@ -80,7 +81,7 @@ class Workload:
         self.left_out[number] = len(found) - len(kept)
         if not kept:
             fault = f"none fits into {most} tokens" if found else "there is none"
-            raise ConfigError(f"{self.name}: no request for round {number}: {fault}")
+            raise ConfigError(f"{self.name}: no request for round {number + 1}: {fault}")
         first_s = kept[0].arrival_s
         return [
             msgspec.structs.replace(r, index=i, arrival_s=r.arrival_s - first_s)
