@@ -42,7 +42,7 @@ engines: setup  ## vLLM and SGLang for CPU, each in its own .venv-*; stores, Env
 test: lint types contracts  ## all checks: then the tests, then the tests on real engines
 	@$(BIN)/pytest -n 2 --dist loadfile
 	@$(MAKE) --no-print-directory engines
-	@$(BIN)/pytest -m 'engine and not long'
+	@$(BIN)/pytest -m 'engine and not long' -n 2 --dist loadfile
 
 test-long: engines  ## what takes too long for every change
 	@$(BIN)/pytest -m long

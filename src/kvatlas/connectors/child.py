@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import http.client
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from kvatlas.errors import EngineError
 
 TAIL_BYTES = 3000
+_PORTS = range(12_000, 32_000)  # registered ones; Linux gives connections 32768 and above
 
 _LIBC = ctypes.CDLL(None)
 
@@ -148,13 +150,23 @@ def stop_all(children: Iterable[Child], grace_s: float = 15.0) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct ports of the loopback interface that nobody listens on now."""
+    """Distinct ports of the loopback interface that nobody listens on now.
+
+    They lie below those that the kernel gives to connections: an engine takes a minute until it
+    listens, and by then a connection of somebody else's could have one of these. Raises
+    EngineError where there are not so many.
+    """
     with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(count):
+        ports: list[int] = []
+        for port in random.sample(_PORTS, len(_PORTS)):
+            if len(ports) == count:
+                break
             held = stack.enter_context(socket.socket())
-            held.bind(("127.0.0.1", 0))
-            ports.append(int(held.getsockname()[1]))
+            with contextlib.suppress(OSError):
+                held.bind(("127.0.0.1", port))
+                ports.append(port)
+        if len(ports) < count:
+            raise EngineError(f"no {count} ports are free from {_PORTS[0]} to {_PORTS[-1]}")
         return ports
 
 
