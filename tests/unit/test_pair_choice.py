@@ -8,7 +8,7 @@ import msgspec
 
 from kvatlas.core.cost import Price
 from kvatlas.core.pairs import by_price, with_pairs
-from kvatlas.core.plans import EQUAL_MAX_S
+from kvatlas.core.plans import EQUAL
 from kvatlas.core.records import Publisher
 from kvatlas.core.router import CROWD, Plan
 from kvatlas.core.transports import Transports
@@ -66,5 +66,6 @@ def test_of_equal_prices_the_pair_that_holds_most_is_first() -> None:
         price = msgspec.structs.replace(second.price, hand_off_s=dearer_s)
         return order(with_pairs(plans, {P: msgspec.structs.replace(second, price=price)}, [P, Q]))
 
-    assert ordered(0.9 * EQUAL_MAX_S) == [P, C, Q], "Q has no second half"
-    assert ordered(1.1 * EQUAL_MAX_S) == [C, P, Q]
+    alone_s = plan(C).price.total_s
+    assert ordered(0.9 * EQUAL * alone_s) == [P, C, Q], "Q has no second half"
+    assert ordered(1.1 * EQUAL * alone_s) == [C, P, Q]

@@ -6,7 +6,7 @@ import pytest
 
 from kvatlas.core.cost import Price
 from kvatlas.core.layout import plain
-from kvatlas.core.plans import EQUAL, EQUAL_MAX_S, Plan, holder_first
+from kvatlas.core.plans import EQUAL, Plan, holder_first
 from kvatlas.core.records import Publisher, Resume
 from kvatlas.core.router import Ask, Params, Router
 
@@ -67,19 +67,21 @@ def test_a_failed_request_leaves_nobody_late() -> None:
 
 def test_of_equal_prices_who_holds_most_is_first_and_of_unequal_ones_the_cheaper() -> None:
     made = router(2)
-    held = Resume(Publisher("w0"), 50, 50, (50,))
-    # Requests queue up on the holder: it stays first while it is dearer by no more than what
-    # counts as equal, though the other saves nothing.
+    held = Resume(Publisher("w0"), 2000, 2000, (2000,))
+    alone = {p.publisher.worker: p.price.total_s for p in made.peek(ask("x", 4050), 0.0).plans}
+    saved_s = alone["w0"] - made.peek(ask("y", 4050, held), 0.0).plans[0].price.total_s
+    assert saved_s > 2 * EQUAL * alone["w1"]
+    # Requests queue up on the holder: it stays first while it is within a tenth of the other.
     seen = []
-    for number in range(16):
-        decision = made.peek(ask(f"p{number}", 450, held), 0.0)
-        by_worker = {p.publisher.worker: p.price.total_s for p in decision.plans}
-        dearer_s = by_worker["w0"] - by_worker["w1"]
-        seen.append((dearer_s / EQUAL_MAX_S, decision.plans[0].publisher.worker))
-        begin(made, ask(f"q{number}", 3), "w0", 0.0)
-    assert {who for dearer, who in seen if dearer <= 1} == {"w0"}
-    assert {who for dearer, who in seen if dearer > 1 + 1e-9} == {"w1"}
-    assert any(0 < dearer <= 1 for dearer, _ in seen)
+    for number in range(14):
+        plans = made.peek(ask(f"p{number}", 4050, held), 0.0).plans
+        by_worker = {p.publisher.worker: p.price.total_s for p in plans}
+        dearer = by_worker["w0"] / by_worker["w1"] - 1
+        seen.append((dearer, plans[0].publisher.worker))
+        begin(made, ask(f"q{number}", 450), "w0", 0.0)
+    assert {who for dearer, who in seen if dearer <= EQUAL} == {"w0"}
+    assert {who for dearer, who in seen if dearer > EQUAL + 1e-9} == {"w1"}
+    assert any(0 < dearer <= EQUAL for dearer, _ in seen)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +89,11 @@ def test_of_equal_prices_who_holds_most_is_first_and_of_unequal_ones_the_cheaper
     [
         (0.05, 0.05 * (1 + 0.99 * EQUAL), "holder"),
         (0.05, 0.05 * (1 + 1.01 * EQUAL), "other"),
-        (1.0, 1.0 + 0.99 * EQUAL_MAX_S, "holder"),
-        (1.0, 1.0 + 1.01 * EQUAL_MAX_S, "other"),
+        (1.0, 1 + 0.99 * EQUAL, "holder"),
+        (1.0, 1 + 1.01 * EQUAL, "other"),
     ],
 )
-def test_equal_is_a_share_of_the_price_and_no_more_than_a_time(
+def test_equal_is_a_share_of_the_price(
     cheapest_s: float, holder_s: float, first: str
 ) -> None:
     def plan(name: str, total_s: float, held: int) -> Plan:

@@ -9,8 +9,7 @@ import msgspec
 from kvatlas.core.cost import Price
 from kvatlas.core.records import Publisher, Refusal, Resume
 
-EQUAL = 0.2  # prices within this share of the lowest are equal: who holds most is first…
-EQUAL_MAX_S = 0.02  # …where they also differ by no more than this
+EQUAL = 0.2  # prices within this share of the lowest are equal: who holds most is first
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -58,14 +57,12 @@ def holder_first(plans: list[Plan]) -> list[Plan]:
     """Plans, the cheapest first, with the one that holds most of the prompt before those whose
     price equals its own; of those that hold as much the cheapest.
 
-    Predictions are off by a share of the price, so smaller differences tell nothing. But of a long
-    prompt most of the price is the same everywhere, and what differs is known well: more than a
-    step or so is not waited for the sake of a few blocks.
+    Predictions are off by a share of the price, so smaller differences tell nothing.
     """
     if not plans:
         return plans
     over_share, total_s = plans[0].over_share, plans[0].price.total_s
-    limit = over_share, total_s + min(EQUAL * total_s, EQUAL_MAX_S)
+    limit = over_share, (1 + EQUAL) * total_s
     near = [plan for plan in plans if (plan.over_share, plan.price.total_s) <= limit]
     best = max(near, key=lambda plan: plan.expected_tokens)
     return [best, *(plan for plan in plans if plan is not best)]
