@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvatlas.cli import output
 from kvatlas.cli.main import main
 from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
@@ -185,6 +186,26 @@ def test_the_command_writes_page_table_and_json(
     assert [line["arrangement"] for line in lines] == list(DEFAULT)
     assert "What to take" in page.read_text()
     assert str(tmp_path) not in page.read_text()
+
+
+def test_a_file_that_cannot_be_written_costs_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, told = tmp_path / "m.html", tmp_path / "m.json"
+
+    def full(option: str, path: Path, data: bytes) -> None:
+        if path == told:
+            raise ConfigError(f"{option} {path}: no space left")
+        path.write_bytes(data)
+
+    monkeypatch.setattr(output, "write_file", full)
+    argv = ["matrix", "--families", "agent", "--engines", "2", "--prefill", "1", "--quiet"]
+    argv += ["--requests", "4", "--seeds", "1", "--processes", "1"]
+    assert main([*argv, "--json", str(told), "--html", str(page)]) == 2
+    said = capsys.readouterr()
+    assert "take " in said.out
+    assert "no space left" in said.err
+    assert "What to take" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvatlas.cli.output import check_output, json_bytes, table_console, write_file
+from kvatlas.cli.output import check_output, json_bytes, table_console, write_files
 from kvatlas.cli.trace_input import add_trace_options, opened
 from kvatlas.errors import ConfigError, KvatlasError
 from kvatlas.report.axes import number
@@ -30,7 +30,7 @@ from kvatlas.service.load import LoadPlan
 from kvatlas.validate.bench import words
 from kvatlas.validate.bench.page import html
 from kvatlas.validate.bench.run import Bench, check
-from kvatlas.validate.bench.values import Arm, BenchPlan, KneePlan, Outcome, Row
+from kvatlas.validate.bench.values import Arm, BenchPlan, KneePlan, Outcome
 from kvatlas.validate.bench.verdicts import METRICS, Findings, findings
 from kvatlas.validate.bench.workload import Workload
 from kvatlas.workload.families import Family
@@ -149,10 +149,16 @@ def run(args: argparse.Namespace) -> int:
             raise failure from None  # else: what was measured is not lost
     outcome = bench.outcome
     found = findings(outcome, bench.rows)
-    fault = _write(args, outcome, found, bench.rows)  # first: whoever reads the tables may be gone
-    _show(outcome, found)
-    if failure or fault:
-        raise failure or fault or AssertionError
+    try:  # files first: whoever reads the tables may be gone
+        write_files(
+            ("--csv", args.csv, lambda: words.csv_text(bench.rows).encode()),
+            ("--json", args.json, lambda: json_bytes(Result(outcome, found))),
+            ("--html", args.html, lambda: html(outcome, found, bench.rows).encode()),
+        )
+    finally:
+        _show(outcome, found)
+    if failure is not None:
+        raise failure
     return 0 if outcome.sound else 1
 
 
@@ -180,25 +186,6 @@ def _telling(quiet: bool) -> Callable[[str], None]:
             heard = False
 
     return told
-
-
-def _write(
-    args: argparse.Namespace, outcome: Outcome, found: Findings, rows: list[Row]
-) -> KvatlasError | None:
-    """All files that were asked for; the fault of the first that could not be written."""
-    faults: list[KvatlasError] = []
-    files: tuple[tuple[str, Path | None, Callable[[], bytes]], ...] = (
-        ("--csv", args.csv, lambda: words.csv_text(rows).encode()),
-        ("--json", args.json, lambda: json_bytes(Result(outcome, found))),
-        ("--html", args.html, lambda: html(outcome, found, rows).encode()),
-    )
-    for option, path, made in files:
-        if path is not None:
-            try:
-                write_file(option, path, made())
-            except KvatlasError as error:
-                faults.append(error)
-    return faults[0] if faults else None
 
 
 # -- what was asked for ---------------------------------------------------------------------------

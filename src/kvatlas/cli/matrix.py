@@ -22,7 +22,7 @@ from kvatlas.cli.output import (
     json_bytes,
     progress,
     table_console,
-    write_file,
+    write_files,
 )
 from kvatlas.cli.trace_input import add_trace_options, opened
 from kvatlas.config import size_bytes
@@ -134,15 +134,18 @@ def run(args: argparse.Namespace) -> int:
         rows=rows(found),
         cells=found,
     )
-    if args.json is not None:
-        write_file("--json", args.json, json_bytes(result))
-    if args.csv is not None:
-        write_file("--csv", args.csv, table(found).encode())
-    if args.html is not None:
-        write_file(
-            "--html", args.html, page(_head(result), result.advice, result.rows, found).encode()
+    try:
+        write_files(
+            ("--json", args.json, lambda: json_bytes(result)),
+            ("--csv", args.csv, lambda: table(found).encode()),
+            (
+                "--html",
+                args.html,
+                lambda: page(_head(result), result.advice, result.rows, found).encode(),
+            ),
         )
-    show(result, table_console(150))
+    finally:
+        show(result, table_console(150))
     return 1 if any(cell.figures["failed"] for cell in found) else 0
 
 

@@ -80,6 +80,20 @@ def write_file(option: str, path: Path, data: bytes) -> None:
         ) from error
 
 
+def write_files(*files: tuple[str, Path | None, Callable[[], bytes]]) -> None:
+    """Files by option, path and what makes their content; None was not asked for. What cannot be
+    written costs no other file: its ConfigError is raised when all were tried."""
+    faults: list[ConfigError] = []
+    for option, path, made in files:
+        if path is not None:
+            try:
+                write_file(option, path, made())
+            except ConfigError as error:
+                faults.append(error)
+    if faults:
+        raise faults[0]
+
+
 def table_console(width: int) -> Console:
     """A console for wide tables: as wide as the terminal, ``width`` columns in a file."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else width)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kvatlas import __version__
 from kvatlas.cli import sim_faults, sim_prices
-from kvatlas.cli.output import check_output, json_bytes, print_json, progress, write_file
+from kvatlas.cli.output import check_output, json_bytes, print_json, progress, write_files
 from kvatlas.cli.trace_input import add_trace_options, opened
 from kvatlas.core.router import Policy
 from kvatlas.errors import ConfigError
@@ -128,14 +128,17 @@ def run(args: argparse.Namespace) -> int:
         )
     if not report.latency.requests:
         raise ConfigError(f"{args.trace}: no requests in it")
-    if args.html is not None:
-        write_file("--html", args.html, page(cluster, report, ttft_s, __version__).encode())
-    if str(args.json) == "-":
-        print_json(report)
-    else:
-        show(report, Console())
-        if args.json is not None:
-            write_file("--json", args.json, json_bytes(report))
+    piped = str(args.json) == "-"
+    try:
+        write_files(
+            ("--html", args.html, lambda: page(cluster, report, ttft_s, __version__).encode()),
+            ("--json", None if piped else args.json, lambda: json_bytes(report)),
+        )
+    finally:
+        if piped:
+            print_json(report)
+        else:
+            show(report, Console())
     return 1 if report.latency.failed else 0
 
 
