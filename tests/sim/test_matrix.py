@@ -5,6 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -206,6 +210,38 @@ def test_a_file_that_cannot_be_written_costs_no_other(
     assert "take " in said.out
     assert "no space left" in said.err
     assert "What to take" in page.read_text()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _works(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()  # ended, and nobody asked how
+    except OSError:
+        return False
+
+
+def _until(true: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc here")
+def test_a_killed_command_leaves_no_process() -> None:
+    argv = [sys.executable, "-m", "kvatlas", "matrix", "--families", "agent", "--engines", "2"]
+    argv += ["--requests", "100000", "--processes", "2", "--quiet"]
+    started = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _until(lambda: len(_children(started.pid)) >= 3)  # two that work, and one that tidies up
+        left = _children(started.pid)
+    finally:
+        started.kill()
+        started.wait()
+    _until(lambda: not any(map(_works, left)))
 
 
 @pytest.mark.parametrize(

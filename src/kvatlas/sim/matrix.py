@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import nullcontext
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -343,7 +345,8 @@ def run(
     if not 1 <= processes <= PROCESSES_MAX:
         raise ConfigError(f"{processes} processes: 1 to {PROCESSES_MAX} are possible")
     spawn = get_context("spawn")
-    with ProcessPoolExecutor(processes, spawn) if processes > 1 else nullcontext() as pool:
+    many = processes > 1
+    with ProcessPoolExecutor(processes, spawn, _end_with_parent) if many else nullcontext() as pool:
         try:
             splits = _splits(pool, setup, workloads, arrangements, on_cell)
             jobs = [
@@ -357,6 +360,18 @@ def run(
             if pool is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _end_with_parent() -> None:
+    """In a worker: it ends when whoever started it was killed. It would wait for work for ever."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def cells(setup: Setup, workloads: Sequence[Workload], arrangements: Sequence[Name]) -> int:
