@@ -265,6 +265,59 @@ def _serve(size: int) -> None:
 # -- mooncake -------------------------------------------------------------------------------------
 
 
+class _MooncakeClient:
+    """Its own client, moving the same bytes between places in the same arena."""
+
+    def __init__(self, settings: mooncake.Settings, arena: Arena, size: int) -> None:
+        from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415
+
+        self._client = MooncakeDistributedStore()
+        master = (settings.protocol, settings.devices, settings.master)
+        where = (settings.hostname, settings.metadata, 0, settings.buffer_bytes)
+        if self._client.setup(*where, *master):
+            raise SystemExit("Mooncake's own client did not connect")
+        base = ctypes.addressof(ctypes.c_char.from_buffer(arena.memory))
+        self._client.register_buffer(base, arena.size_bytes)
+        self._keys = [f"alone-{n}" for n in range(COUNT)]
+        self._sources = [base + (n << 20) for n in range(COUNT)]
+        self._targets = [base + ((COUNT + n) << 20) for n in range(COUNT)]
+        self._sizes = [size] * COUNT
+        self._client.batch_put_from(self._keys, self._sources, self._sizes)
+        self._threads = ThreadPoolExecutor(settings.threads)
+        nice = (mooncake_client.WAIT_NICE,)
+        self._yielding = ThreadPoolExecutor(1, initializer=os.nice, initargs=nice)
+
+    def threads_get(self) -> None:
+        got = self._threads.map(self._client.get_into, self._keys, self._targets, self._sizes)
+        self._check(list(got))
+
+    def batch_get(self) -> None:
+        self._check(list(self._client.batch_get_into(self._keys, self._targets, self._sizes)))
+
+    def yielding_get(self) -> None:
+        self._yielding.submit(self.batch_get).result()
+
+    def threads_put(self) -> None:
+        self._forget()
+        list(self._threads.map(self._client.put_from, self._keys, self._sources, self._sizes))
+
+    def batch_put(self) -> None:
+        self._forget()
+        self._client.batch_put_from(self._keys, self._sources, self._sizes)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._yielding.shutdown()
+
+    def _forget(self) -> None:
+        for key in self._keys:
+            self._client.remove(key, True)
+
+    def _check(self, got: list[int]) -> None:
+        if got != self._sizes:
+            raise SystemExit("Mooncake's own client failed")
+
+
 @contextlib.contextmanager
 def _mooncake(
     scratch: Path, arena: Arena, size: int
@@ -272,43 +325,11 @@ def _mooncake(
     if not mooncake_package():
         yield None
         return
-    from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415
-
     rig = MooncakeRig(scratch, segment_bytes=512 << 20)
     settings = mooncake.Settings(master=f"127.0.0.1:{rig.port}", deadline_s=60)
     store = mooncake.MooncakeStore(settings, arena)
     finished(store.write, _pieces(arena, size, 0))
-    client = MooncakeDistributedStore()
-    master = (settings.protocol, settings.devices, settings.master)
-    if client.setup(settings.hostname, settings.metadata, 0, settings.buffer_bytes, *master):
-        raise SystemExit("Mooncake's own client did not connect")
-    base = ctypes.addressof(ctypes.c_char.from_buffer(arena.memory))
-    client.register_buffer(base, arena.size_bytes)
-    keys = [f"alone-{n}" for n in range(COUNT)]
-    sources = [base + (n << 20) for n in range(COUNT)]
-    targets = [base + ((COUNT + n) << 20) for n in range(COUNT)]
-    sizes = [size] * COUNT
-    client.batch_put_from(keys, sources, sizes)
-    pool = ThreadPoolExecutor(settings.threads)
-    yielding = ThreadPoolExecutor(1, initializer=os.nice, initargs=(mooncake_client.WAIT_NICE,))
-
-    def threads_get() -> None:
-        if list(pool.map(client.get_into, keys, targets, sizes)) != sizes:
-            raise SystemExit("Mooncake's own client failed")
-
-    def batch_get() -> None:
-        if list(client.batch_get_into(keys, targets, sizes)) != sizes:
-            raise SystemExit("Mooncake's own client failed")
-
-    def threads_put() -> None:
-        for key in keys:
-            client.remove(key, True)
-        list(pool.map(client.put_from, keys, sources, sizes))
-
-    def batch_put() -> None:
-        for key in keys:
-            client.remove(key, True)
-        client.batch_put_from(keys, sources, sizes)
+    client = _MooncakeClient(settings, arena, size)
 
     def ours_put() -> None:
         store.delete([piece.name for piece in _pieces(arena, size, 0)])
@@ -318,19 +339,18 @@ def _mooncake(
         yield {
             "get": {
                 "kvatlas": _reads(store, arena, size),
-                "client, 4 threads": threads_get,
-                "client, one batch": batch_get,
-                "client, one batch, giving way": lambda: yielding.submit(batch_get).result(),
+                "client, 4 threads": client.threads_get,
+                "client, one batch": client.batch_get,
+                "client, one batch, giving way": client.yielding_get,
             },
             "put": {
                 "kvatlas, deleting first": ours_put,
-                "client, 4 threads": threads_put,
-                "client, one batch": batch_put,
+                "client, 4 threads": client.threads_put,
+                "client, one batch": client.batch_put,
             },
         }
     finally:
-        pool.shutdown()
-        yielding.shutdown()
+        client.close()
         store.close()
         rig.kill()
         rig.arena.close()
