@@ -154,6 +154,20 @@ def test_a_lost_piece_costs_its_exchange_and_no_more() -> None:
     assert heard.watcher.lost == {"copy dropped": 1}  # nothing was under way any more
 
 
+@pytest.mark.parametrize("skipped", [Kind.ANSWERED, Kind.CLOSED])
+def test_a_piece_may_be_lost_of_an_answer_without_a_length(skipped: Kind) -> None:
+    heard = Heard()
+    heard.says(Kind.ASKED, ASK)
+    heard.says(Kind.ANSWERED, HEAD + b"Connection: close\r\n\r\n" + EVENTS[0])
+    if skipped is Kind.ANSWERED:
+        heard.says(Kind.ANSWERED, EVENTS[1], skip=1)
+        heard.says(Kind.CLOSED)
+    else:
+        heard.says(Kind.CLOSED, skip=1)
+    assert (heard.only.status, heard.only.whole) == (-1, False)
+    assert heard.watcher.lost == {"copy dropped": 1}
+
+
 @pytest.mark.parametrize(
     ("pieces", "reason"),
     [

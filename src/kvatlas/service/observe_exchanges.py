@@ -124,7 +124,8 @@ class _Talk:
             self.cut("copy dropped")
         self._number = (piece.number + 1) & 0xFFFFFFFF
         if piece.kind is Kind.CLOSED:
-            self.answers.closed()
+            if not self._blind:
+                self.answers.closed()
             self.cut("")
             return
         if self._blind:
