@@ -93,9 +93,7 @@ def test_of_equal_prices_who_holds_most_is_first_and_of_unequal_ones_the_cheaper
         (1.0, 1 + 1.01 * EQUAL, "other"),
     ],
 )
-def test_equal_is_a_share_of_the_price(
-    cheapest_s: float, holder_s: float, first: str
-) -> None:
+def test_equal_is_a_share_of_the_price(cheapest_s: float, holder_s: float, first: str) -> None:
     def plan(name: str, total_s: float, held: int) -> Plan:
         price = Price(wait_s=total_s, load_s=0.0, recompute_s=0.0, crowd_s=0.0, charge_s=0.0)
         return Plan(Publisher(name), held, held, held, (), 0, False, price)
