@@ -87,7 +87,7 @@ def test_pieces_may_be_cut_anywhere() -> None:
     for byte in ANSWER:
         heard.says(Kind.ANSWERED, bytes([byte]))
     assert heard.only.usage.cached_tokens == 16
-    assert heard.only.events == 3  # two of them tokens: an upper bound without usage
+    assert heard.only.events == 2  # that of the usage is no token
     assert not heard.watcher.lost
 
 
@@ -102,6 +102,50 @@ def test_an_error_in_a_stream_is_seen() -> None:
             heard.says(Kind.ANSWERED, bytes([byte]))
         heard.says(Kind.CLOSED)
         assert heard.only.failed == failed
+
+
+def test_a_stream_that_ends_without_its_end_is_not_whole() -> None:
+    for last, whole in ((b"", False), (EVENTS[3], True), (EVENTS[3].strip(), True)):
+        heard = Heard()
+        heard.says(Kind.ASKED, ASK)
+        heard.says(Kind.ANSWERED, HEAD + b"\r\n" + EVENTS[0] + EVENTS[1] + last)
+        heard.says(Kind.CLOSED)
+        assert (heard.only.whole, heard.only.failed, heard.only.events) == (whole, False, 2)
+
+
+def test_events_that_are_no_answer_are_no_tokens() -> None:
+    for data in (b"data: xyz\n\n" * 8, b"data: [1]\n\n", EVENTS[3]):
+        heard = Heard()
+        heard.says(Kind.ASKED, ASK)
+        heard.says(Kind.ANSWERED, HEAD + b"\r\n" + data)
+        heard.says(Kind.CLOSED)
+        assert (heard.only.failed, heard.only.events) == (True, 0)
+
+
+def test_a_stream_that_cannot_be_read_is_not_counted() -> None:
+    heard = Heard()
+    heard.says(Kind.ASKED, ASK)
+    heard.says(Kind.ANSWERED, HEAD + b"Content-Encoding: gzip\r\n\r\n" + EVENTS[0] * 9)
+    heard.says(Kind.CLOSED)
+    assert (heard.only.whole, heard.only.failed, heard.only.events) == (True, False, -1)
+
+
+def test_an_event_without_an_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas.service.load_answer.EVENT_BYTES_MAX", 99)
+    heard = Heard()
+    heard.says(Kind.ASKED, ASK)
+    heard.says(Kind.ANSWERED, HEAD + b"\r\ndata: " + b"x" * 99)
+    assert heard.only.status == -1
+    assert heard.watcher.lost == {"answer too large": 1}
+
+
+def test_an_answer_that_is_no_json_is_not_whole() -> None:
+    for data, whole in ((b'{"choices":[]}', True), (b'{"choices":[', False)):
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+        heard = Heard()
+        heard.says(Kind.ASKED, ASK)
+        heard.says(Kind.ANSWERED, head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        assert heard.only.whole == whole
 
 
 def test_pipelined_requests_are_told_apart() -> None:

@@ -147,11 +147,12 @@ async def test_what_is_not_recorded_is_counted(kit: Kit) -> None:
     await kit.see(prompt(), DONE, path="/metrics")
     await kit.see(prompt(), DONE, method="GET")
     await kit.see(prompt(), Ended(503))
+    await kit.see(prompt(), Ended(500, fault="broken"))  # the status of its head was another
     await kit.see(prompt(), Ended(-1))  # counted where it was lost
     await kit.see(prompt(), DONE)
     recorded = await kit.recorded()
     assert len(recorded.rows) == 1
-    expected = {"no JSON object": 2, "other endpoint": 1, "status 503": 1}
+    expected = {"no JSON object": 2, "other endpoint": 1, "status 503": 1, "broken": 1}
     assert kit.shadow.lost == recorded.lost == expected
 
 

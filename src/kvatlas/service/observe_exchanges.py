@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import httptools
@@ -15,14 +16,14 @@ import httptools
 from kvatlas.service.answer import AnswerReader
 from kvatlas.service.body import Usage
 from kvatlas.service.http import Headers
+from kvatlas.service.http_client import ResponseError
+from kvatlas.service.load_answer import Answer
 from kvatlas.service.observe_copies import CONNECTIONS_MAX, Kind, Piece
 
 BODY_BYTES_MAX = 64 << 20  # of one request
 BODIES_BYTES_MAX = 512 << 20  # of all requests that are not answered yet
 PIPELINED_MAX = 64  # requests of one connection that wait for their answers
 
-_ERROR = re.compile(rb'(?:^|[\r\n])data: ?\{"error"')
-_EDGE_BYTES = 16  # more than what that finds, and less than an event
 _REQUEST_LINE = re.compile(rb"(?:GET|HEAD|POST|PUT|DELETE|OPTIONS|PATCH) \S+ HTTP/1\.[01]\r\n")
 
 
@@ -30,13 +31,12 @@ class Exchange:
     """One request and what became of it. Times are the carrier's; -1 where there is none yet.
 
     ``asked_s``: when its last byte had come; ``first_s``: when the first byte of the answer's body
-    came, ``ended_s`` the last. ``events``: of a streamed answer, those that are no end marker.
-    ``failed``: one of them is an error, whatever the status said before it.
+    came, ``ended_s`` the last. ``stream``: its events, where it is a stream that can be read.
     """
 
     __slots__ = (
-        *("answer", "asked_s", "body", "edge", "ended_s", "events", "failed", "first_s", "headers"),
-        *("method", "path", "state", "status", "tail", "told", "whole"),
+        *("answer", "asked_s", "body", "ended_s", "first_s", "headers", "method", "path", "state"),
+        *("status", "stream", "told", "whole"),
     )
 
     def __init__(self) -> None:
@@ -47,9 +47,7 @@ class Exchange:
         self.status = 0
         self.told: dict[str, str] = {}  # the answer's headers
         self.answer = AnswerReader()
-        self.events = 0
-        self.failed = False
-        self.tail = self.edge = b""  # of the bytes before, what an event or its end may begin with
+        self.stream: Answer | None = None
         self.whole = False  # all of the answer came
         self.state: object = None  # whatever the listener keeps with it
 
@@ -57,6 +55,16 @@ class Exchange:
     def usage(self) -> Usage:
         """What the engine reported, unless it cannot be true."""
         return self.answer.believed
+
+    @property
+    def events(self) -> int:
+        """Of a streamed answer, those that carry output; -1 where none could be read."""
+        return len(self.stream.times) if self.stream is not None else -1
+
+    @property
+    def failed(self) -> bool:
+        """Whether an event is an error, or none at all, whatever the status said before it."""
+        return self.stream is not None and bool(self.stream.error)
 
     @property
     def streamed(self) -> bool:
@@ -257,6 +265,9 @@ class _Answers:
         framed = "content-length" in exchange.told or "transfer-encoding" in exchange.told
         self._until_eof = not bodyless and not framed
         exchange.answer.head(status, self._headers, withhold=False)
+        if status == 200 and exchange.streamed and "content-encoding" not in exchange.told:
+            exchange.stream = Answer(lambda: self._talk.now_s)
+            exchange.stream.on_head(status, self._headers, _Free())
         if exchange.method == "HEAD":  # the parser would wait for the body that the head describes
             self._finish(exchange)
             raise _HeadOver
@@ -269,14 +280,11 @@ class _Answers:
             exchange.first_s = self._talk.now_s
             self._talk.watcher.listener.answering(exchange)
         exchange.answer.feed(data)
-        if exchange.streamed:
-            seen = (exchange.tail + data).replace(b"\r\n", b"\n")
-            exchange.events += seen.count(b"\n\n")
-            rest = seen[len(seen.rstrip(b"\r\n")) :]  # perhaps the first half of a blank line
-            near = exchange.edge + data
-            exchange.failed = exchange.failed or _ERROR.search(near) is not None
-            exchange.edge = near[-_EDGE_BYTES:]
-            exchange.tail = b"" if rest.endswith(b"\n\n") else rest
+        if exchange.stream is not None:
+            try:
+                exchange.stream.on_data(data)
+            except ResponseError:
+                raise _Unread("answer too large") from None
 
     def on_message_complete(self) -> None:
         if self._at is not None and not self._until_eof:
@@ -284,11 +292,24 @@ class _Answers:
 
     def _finish(self, exchange: Exchange) -> None:
         exchange.answer.finish()
-        if exchange.answer.says_end and exchange.streamed:
-            exchange.events = max(0, exchange.events - 1)
+        if exchange.stream is not None:
+            exchange.stream.finish()
         self._at = None
         self._talk.waiting.popleft()
-        self._talk.done(exchange, whole=not exchange.answer.truncated)
+        whole = exchange.answer.says_end and not exchange.answer.truncated
+        self._talk.done(exchange, whole=whole)
+
+
+class _Free:
+    """A `Lease` on bytes that are copies: nothing holds them back."""
+
+    on_end: Callable[[], None] | None = None
+
+    def pause(self) -> None:
+        """They come as they come."""
+
+    def resume(self) -> None:
+        """They come as they come."""
 
 
 class _HeadOver(Exception):

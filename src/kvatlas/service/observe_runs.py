@@ -44,6 +44,7 @@ _READY = b"+"
 _READ_BYTES = 1 << 18
 _NICENESS = 10
 _FAILED = 500
+_BROKEN = "an error, or no answer, in a stream"
 _SETTLE_S = 10.0
 
 
@@ -161,13 +162,14 @@ class Exchanges:
         engine = exchange.told.get(self._header, "")
         first_s = exchange.answer.first_token_s(exchange.first_s)
         ended = Ended(
-            # It left, or was broken off, before an answer; or an error stands in the answer.
+            # It left, or was broken off, before an answer; or the answer is none.
             status=_FAILED if exchange.failed else exchange.status or CLIENT_CLOSED,
+            fault=_BROKEN if exchange.failed else "",
             whole=exchange.whole,
             ttft_s=first_s - exchange.asked_s if first_s >= 0 else -1.0,
             e2e_s=exchange.ended_s - exchange.asked_s,
             usage=exchange.usage,
-            output_tokens=exchange.events if exchange.streamed else -1,
+            output_tokens=exchange.events,
             engine=engine,
             told="answer" if engine else "",
         )

@@ -57,7 +57,7 @@ class Ended(msgspec.Struct, frozen=True):
     """What became of it; figures are -1 where nothing told them. ``status``: of the answer; 0 where
     answers are not seen, 499 where none came, -1 where it could not be followed.
     ``output_tokens``: as streamed events count them, where the engine's usage does not.
-    ``engine``, and ``told`` by what."""
+    ``engine``, and ``told`` by what. ``fault``: what is wrong with it, where no status says it."""
 
     status: int
     whole: bool = True
@@ -67,6 +67,7 @@ class Ended(msgspec.Struct, frozen=True):
     output_tokens: int = -1
     engine: str = ""
     told: Told = ""
+    fault: str = ""
 
 
 class Case:
@@ -217,7 +218,7 @@ class Shadow:
         usage, ids, count = ended.usage, keyed.ids, keyed.tokens
         if ended.status not in (0, 200, CLIENT_CLOSED):
             if ended.status > 0:  # else it was counted where it was lost
-                self.lost[f"status {ended.status}"] += 1
+                self.lost[ended.fault or f"status {ended.status}"] += 1
             return None
         if keyed.reason or not ids:
             count = usage.prompt_tokens

@@ -231,6 +231,7 @@ _LOAD = frozenset(
         "not HTTP",
         "upgraded",
         "body too large",
+        "answer too large",
         "a fault of ours",
         "empty prompt",
         "no_tokenizer",
