@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -57,3 +58,16 @@ def test_the_list_alone_imports_no_command() -> None:
         "kvatlas.cli.main",
         "kvatlas.errors",
     }
+
+
+@pytest.mark.parametrize("words", [("devices", "--json"), ("layout", "deepseek-v4-flash")])
+def test_a_reader_that_leaves_is_no_finding(words: tuple[str, ...]) -> None:
+    """One command prints by itself, the other by a library that ends in its own way."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        command = [sys.executable, "-u", "-m", "kvatlas", *words]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (2, b"")

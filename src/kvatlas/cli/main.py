@@ -103,7 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAULT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit) as error:
+        # Rich ends with status 1 instead, which says something else of what was found.
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
         sys.stderr.close()  # whoever read our output has left: nothing more to say
         return EXIT_FAULT
     except OSError as error:  # of what is our own, a full disk under stdout; files name themselves
