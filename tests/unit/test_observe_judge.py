@@ -21,7 +21,7 @@ from kvatlas.sim.cluster import Cluster, ClusterFile, EngineTable, build
 from kvatlas.validate import observe
 from kvatlas.validate.observe import Bounds, Line, ObserveReport, judge
 from kvatlas.validate.observe_model import PRIORS, at_pace, calibrated, placed, play, trace_of
-from kvatlas.validate.observe_report import page
+from kvatlas.validate.observe_report import facts, page
 
 BLOCK = 64
 ENGINE = EngineTable(
@@ -205,6 +205,29 @@ def test_what_cannot_be_judged_is_not_shown_and_not_modelled(
     report = judged(change(seen()))
     assert all(said in reason for reason in reasons(report))
     assert "not shown" in page(report)
+
+
+def test_where_nothing_is_modelled_the_measured_stands() -> None:
+    recorded = changed(seen(), with_(engine="", told=""))
+    report = judged(recorded)
+    times = sorted(row.observed.ttft_s for row in recorded.rows[160:])
+    lines = by_name(report)
+    assert lines["TTFT, mean"].measured == pytest.approx(sum(times) / 160)
+    assert lines["TTFT, median"].measured == pytest.approx((times[79] + times[80]) / 2)
+    assert lines["TTFT, mean"].modelled is None
+    assert lines["prefill, GPU-seconds"].measured is None
+    assert report.routing == ""
+    assert dict(facts(report))["routing"].endswith("reality is not modelled")
+    few = judged(first(changed(seen(), with_(ttft_s=-1.0)), 40))
+    assert {line.measured for line in few.lines} == {None}
+
+
+@pytest.mark.usefixtures("true_pace")
+def test_one_engine_served_whatever_was_served() -> None:
+    unknown = changed(seen(), with_(engine="", told=""))
+    report = judge("seen", unknown, cluster(1), money.DEFAULT)
+    assert report.routing == "who served what"
+    assert all(line.modelled is not None for line in report.lines)
 
 
 @pytest.mark.usefixtures("true_pace")

@@ -56,9 +56,10 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One figure. ``error``: the model of reality over the measured, less 1. ``gain``: 1 less
-    kvatlas over reality, both modelled; ``saved``: the same difference in ``unit``. All with their
-    spread from 5 to 95 %. ``reason``: why it is not shown."""
+    """One figure. ``measured`` stands also where nothing is modelled. ``error``: the model of
+    reality over the measured, less 1. ``gain``: 1 less kvatlas over reality, both modelled;
+    ``saved``: the same difference in ``unit``. All with their spread from 5 to 95 %. ``reason``:
+    why it is not shown."""
 
     name: str
     unit: str
@@ -92,7 +93,8 @@ class LiveView(msgspec.Struct, frozen=True):
 
 
 class ObserveReport(msgspec.Struct, frozen=True):
-    """Everything. ``pace``: what was fitted; ``routing``: what the model of reality goes by."""
+    """Everything. ``pace``: what was fitted; ``routing``: what the model of reality goes by, ""
+    where it has nothing to go by."""
 
     recording: str
     about: About
@@ -187,11 +189,11 @@ def judge(
         judged=len(rows) - start,
         judged_s=(rows[-1].timestamp - rows[start].timestamp) / 1000,
         devices=cluster.devices(),
-        routing=f"the rule {rule}, as the operator says" if by_rule else "who served what",
+        routing=_routing(rule) if by_rule else "who served what",
         pace=pace,
         bounds=bounds,
         price=price,
-        lines=_lines(judged, bounds, price, why, seed),
+        lines=_lines(judged, _times_s(rows[start:]), price, _Terms(bounds, why, seed)),
         live=_live(rows, bounds),
     )
 
@@ -248,6 +250,10 @@ def _failed(rows: Sequence[Row], start: int, runs: _Runs) -> str:
     return ""
 
 
+def _routing(rule: Policy | None) -> str:
+    return f"the rule {rule}, as the operator says" if rule is not None else ""
+
+
 def _unkeyed(rows: Sequence[Row]) -> dict[str, int]:
     found: dict[str, int] = {}
     for row in rows:
@@ -292,6 +298,10 @@ def _judged(
     return found
 
 
+def _times_s(rows: Sequence[Row]) -> list[float]:
+    return [row.observed.ttft_s for row in rows if measured(row)]
+
+
 _Triple = tuple[float, float, float]  # measured, modelled reality, modelled kvatlas
 Statistic = Callable[[Sequence[float]], float]
 
@@ -309,12 +319,13 @@ def _p95(values: Sequence[float]) -> float:
 
 
 def _lines(
-    judged: Sequence[_Judged], bounds: Bounds, price: Price, why: str, seed: int
+    judged: Sequence[_Judged], times_s: Sequence[float], price: Price, terms: _Terms
 ) -> tuple[Line, ...]:
+    """``times_s``: all that were measured, modelled or not."""
+    bounds, why = terms.bounds, terms.why
     timed = [(j.ttft_s, j.real_s, j.ours_s) for j in judged if j.ttft_s > 0]
-    terms = _Terms(bounds, why, seed)
     found = [
-        _line(f"TTFT, {name}", "s", timed, statistic, terms)
+        _line(f"TTFT, {name}", "s", timed, statistic, terms, alone=times_s)
         for name, statistic in (("mean", fmean), ("median", median), ("p95", _p95))
     ]
     told = [(j.gpu_s, j.real_gpu_s, j.ours_gpu_s) for j in judged if j.gpu_s >= 0]
@@ -344,11 +355,19 @@ def _together(lines: Sequence[Line], bounds: Bounds) -> list[Line]:
 
 
 def _line(
-    name: str, unit: str, triples: Sequence[_Triple], statistic: Statistic, terms: _Terms
+    name: str,
+    unit: str,
+    triples: Sequence[_Triple],
+    statistic: Statistic,
+    terms: _Terms,
+    *,
+    alone: Sequence[float] = (),
 ) -> Line:
-    """``triples`` are in order of arrival."""
+    """``triples`` are in order of arrival; ``alone``: what was measured, for where they do not
+    count."""
     if terms.why or not triples:
-        return Line(name, unit, reason=terms.why or "nothing to judge by")
+        seen = statistic(alone) if alone else None
+        return Line(name, unit, seen, reason=terms.why or "nothing to judge by")
 
     def at(sample: Sequence[_Triple]) -> _Triple:
         one, other, third = (statistic(values) for values in zip(*sample, strict=True))

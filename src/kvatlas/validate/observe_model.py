@@ -178,11 +178,13 @@ def placed(rows: Sequence[Row], cluster: Cluster) -> tuple[dict[str, str], float
     """Request → engine of the cluster, as far as the recording tells, and of which share of whole
     answers it does.
 
-    Engines have the recording's names, or are taken in the order of their names. Raises ConfigError
-    where their numbers do not fit.
+    Engines have the recording's names, or are taken in the order of their names; where there is
+    one, nothing needs to tell. Raises ConfigError where their numbers do not fit.
     """
     names = sorted({row.observed.engine for row in rows if row.observed.engine})
     members = [member.name for member in cluster.members]
+    if len(members) == 1 and len(names) <= 1:
+        return {str(index): members[0] for index in range(len(rows))}, 1.0
     if set(names) <= set(members):
         known = {name: name for name in names}
     elif len(names) == len(members):

@@ -72,7 +72,12 @@ def facts(report: ObserveReport) -> list[tuple[str, str]]:
             f"{report.judged:,} requests in {report.judged_s:,.0f} s, behind {report.fitted:,} that"
             " the engines' pace was fitted to",
         ),
-        ("routing", f"the model of reality goes by {report.routing}"),
+        (
+            "routing",
+            f"the model of reality goes by {report.routing}"
+            if report.routing
+            else "it is not known who served what, and no rule is named: reality is not modelled",
+        ),
         (
             "shown if",
             f"the model misses the measured by at most {bounds.error_max:.0%}, and the gain is "
