@@ -226,6 +226,11 @@ LINES: list[tuple[object, str]] = [
     ({"body": prompt()}, "no time"),
     ({"timestamp": "yesterday", "body": prompt()}, "a time that is none"),
     ({"timestamp": True, "body": prompt()}, "a time that is none"),
+    *(
+        ({"timestamp": value, "body": prompt()}, "a time before 1970 or after 2099")
+        for value in (-1e308, 1e308, -1, "1e10", "0001-01-01T00:00:00+14:00", "2100-01-01")
+    ),
+    ({"msec": 0, "body": prompt()}, "a time more than a year from that of the first line"),
     ({"timestamp": 1, "body": "{"}, "its body is no JSON"),
     ({"timestamp": 1, "body": [1]}, "no request body"),
     ({"timestamp": 1, "body": {"input": "x"}}, "no messages and no prompt"),

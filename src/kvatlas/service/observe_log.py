@@ -26,6 +26,8 @@ from kvatlas.service.relay import CLIENT_CLOSED
 from kvatlas.workload.trace_lines import LINE_BYTES_MAX
 
 _POLL_S = 0.5
+_UNTIL_S = 4_102_444_800.0  # 2100: no log tells of later times, or of those before 1970
+_SPAN_S = 366 * 86_400.0  # of a log; a time farther from its first is a mistake
 _PENDING = 256  # requests handed on before those are waited for
 
 #: What is taken → (name in the log, factor to seconds).
@@ -95,6 +97,8 @@ class LogReader:
         at_s = _arrival_s(entry, e2e_s)
         if self._first_s is None:
             self._first_s = at_s
+        if abs(at_s - self._first_s) > _SPAN_S:
+            raise ValueError("a time more than a year from that of the first line")
         answer = entry.get("response") if isinstance(entry.get("response"), dict) else entry
         assert isinstance(answer, dict)
         usage = bodies.usage_of(bodies.Answer(usage=answer.get("usage")))
@@ -149,14 +153,22 @@ def _arrival_s(entry: Mapping[str, Any], e2e_s: float) -> float:
 
 
 def _moment(value: object) -> float:
-    """Seconds since 1970, from ISO 8601 or a number of s, ms, µs or ns, told by its size."""
+    """Seconds since 1970. Raises ValueError for what is no time, or none that can be."""
+    seconds = _seconds(value)
+    if not 0 <= seconds < _UNTIL_S:
+        raise ValueError("a time before 1970 or after 2099")
+    return seconds
+
+
+def _seconds(value: object) -> float:
+    """From ISO 8601 or a number of s, ms, µs or ns, told by its size."""
     number = _number(value)
     if number is None and isinstance(value, str):
         try:
             when = datetime.fromisoformat(value)
-        except ValueError:
+            return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+        except (ValueError, OverflowError):
             raise ValueError("a time that is none") from None
-        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
     if number is None:
         raise ValueError("a time that is none")
     for above, factor in ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3)):
