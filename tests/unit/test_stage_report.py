@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,22 @@ import pytest
 from rich.console import Console
 from stage_worlds import BASELINE, load, sound_a, sound_b
 
+from kvatlas.cli import stage as command
 from kvatlas.cli.main import main
+from kvatlas.errors import ConfigError
 from kvatlas.validate.stages import report
 from kvatlas.validate.stages.facts import Figures
 from kvatlas.validate.stages.points import RULES
-from kvatlas.validate.stages.result import Previous, Result, built_on, digest_of, load_result
+from kvatlas.validate.stages.result import (
+    Previous,
+    Result,
+    Unwritten,
+    built_on,
+    digest_of,
+    load_result,
+)
+from kvatlas.validate.stages.run import Order, run_stage
+from kvatlas.validate.stages.stagefile import load_stage_file
 from kvatlas.validate.stages.values import judged
 
 STAGE_FILE = 'name = "x"\n[[engine]]\nname = "e"\nurl = "http://127.0.0.1:9"\n'
@@ -113,3 +125,53 @@ def test_an_engine_that_is_not_there_is_exit_status_1(
         "stage-a.md",
         "stage-a.html",
     }
+
+
+def test_a_place_that_takes_no_result_is_told_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: Any, **__: Any) -> Result:
+        raise AssertionError("it was run")
+
+    monkeypatch.setattr(command, "run_stage", never)
+    file = tmp_path / "stage.toml"
+    file.write_text(STAGE_FILE)
+    (tmp_path / "taken" / "stage-a.md").mkdir(parents=True)
+    for out, fault in (
+        (file, "no folder: File exists"),
+        (file / "below", "no folder: Not a directory"),
+        (Path("/proc/nowhere"), "no folder: "),
+        (tmp_path / "taken", "it is a directory"),
+    ):
+        assert main(["validate", "stage", "a", "--file", str(file), "--out", str(out)]) == 2
+        said = capsys.readouterr().err
+        assert f"--out {out}" in said
+        assert fault in said
+
+
+def test_a_result_that_cannot_be_kept_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "stage.toml"
+    file.write_text(STAGE_FILE)
+    with pytest.raises(Unwritten, match="cannot be written: ") as caught:
+        asyncio.run(run_stage(Order("a", file), load_stage_file(file)))
+    assert isinstance(caught.value, ConfigError)
+    assert not caught.value.result.passed
+    argv = ["validate", "stage", "a", "--file", str(file), "--out"]
+
+    async def unwritten(*_: Any, **__: Any) -> Result:
+        raise Unwritten(tmp_path / "stage-a.json", OSError("full"), result())
+
+    async def in_the_way(order: Order, *_: Any, **__: Any) -> Result:
+        (order.folder / "stage-a.md").mkdir()
+        return result()
+
+    for number, ran in enumerate((unwritten, in_the_way)):
+        monkeypatch.setattr(command, "run_stage", ran)
+        out = tmp_path / str(number)
+        assert main([*argv, str(out)]) == 2
+        said = capsys.readouterr()
+        assert "Passed: 13 pass" in said.out
+        assert "cannot be written" in said.err
+        assert (out / "stage-a.html").exists()

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
+import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from kvatlas.cli.output import print_json, write_file
+from kvatlas.cli.ending import run_until_ended
+from kvatlas.cli.output import check_output, print_json, write_files
 from kvatlas.cli.output import status as progress
 from kvatlas.errors import ConfigError
 from kvatlas.validate.stages import report
 from kvatlas.validate.stages.cluster import run_cluster
 from kvatlas.validate.stages.judge_e import CHANGES
-from kvatlas.validate.stages.result import Result, path_of
+from kvatlas.validate.stages.result import Result, Unwritten, path_of
 from kvatlas.validate.stages.run import Order, run_stage
 from kvatlas.validate.stages.stagefile import load_stage_file
-from kvatlas.validate.stages.values import STAGES, TITLES
+from kvatlas.validate.stages.values import STAGES, TITLES, Stage
 
 _FOLDER = Path("stages")
 
@@ -35,7 +37,7 @@ examples:
   kvatlas validate stage d --cpu-cluster --out proof     A to D on engines of its own, on this CPU
 
 It writes stage-X.json, .md and .html into the folder. Exit status: 0 passed, 1 not passed, 2 the
-stage could not begin.
+stage could not begin or its result could not be written, 130 interrupted: hooks that undo were run.
 """
 )
 
@@ -88,28 +90,64 @@ def run(args: argparse.Namespace) -> int:
         return _on_cpu(args)
     if args.file is None:
         raise ConfigError("--file is needed: where the parts of the cluster are")
+    file = load_stage_file(args.file)
+    _check_folder(args, args.stage)
     order = Order(args.stage, args.out, args.change, args.against)
-    result = asyncio.run(run_stage(order, load_stage_file(args.file)))
+    try:
+        result = run_until_ended(run_stage(order, file, say=_say))
+    except Unwritten as error:
+        raise _still_told(error, args) from None
     return told(result, args.out, as_json=args.json)
 
 
 def _on_cpu(args: argparse.Namespace) -> int:
     if args.file is not None or args.stage == "e":
         raise ConfigError("--cpu-cluster starts a cluster for stages a to d: no --file, no stage e")
+    _check_folder(args, *STAGES[: STAGES.index(args.stage) + 1])
     status = 0
-    for result in run_cluster(args.stage, args.out, venv=args.venv, tell=progress):
-        progress()
-        status = told(result, args.out, as_json=args.json)
+    try:
+        for result in run_cluster(args.stage, args.out, venv=args.venv, tell=progress, say=_say):
+            progress()
+            status = told(result, args.out, as_json=args.json)
+    except Unwritten as error:
+        raise _still_told(error, args) from None
     return status
 
 
+def _check_folder(args: argparse.Namespace, *stages: Stage) -> None:
+    """Before a run of minutes: that its results have a place. Raises ConfigError."""
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {args.out}: no folder: {error.strerror or error}") from error
+    for stage in stages:
+        for kind in (".json", ".md", ".html"):
+            path = path_of(args.out, stage, args.change).with_suffix(kind)
+            check_output("--out", path, args.file, args.against)
+
+
+def _still_told(error: Unwritten, args: argparse.Namespace) -> Unwritten:
+    """What could not be kept is shown all the same."""
+    with contextlib.suppress(ConfigError):
+        told(error.result, args.out, as_json=args.json)
+    return error
+
+
+def _say(text: str) -> None:
+    print(f"kvatlas: {text}", file=sys.stderr, flush=True)
+
+
 def told(result: Result, folder: Path, *, as_json: bool) -> int:
-    """Print a result and write its reports; the exit status."""
+    """Write the reports of a result and print it, which it is in any case; the exit status."""
     path = path_of(folder, result.stage, result.change)
-    write_file("--out", path.with_suffix(".md"), report.markdown(result).encode())
-    write_file("--out", path.with_suffix(".html"), report.page(result).encode())
-    if as_json:
-        print_json(result)
-    else:
-        report.show(result, Console(highlight=False))
+    try:  # files first: whoever reads the lines may be gone
+        write_files(
+            ("--out", path.with_suffix(".md"), lambda: report.markdown(result).encode()),
+            ("--out", path.with_suffix(".html"), lambda: report.page(result).encode()),
+        )
+    finally:
+        if as_json:
+            print_json(result)
+        else:
+            report.show(result, Console(highlight=False))
     return 0 if result.passed else 1

@@ -102,7 +102,7 @@ class Asker:
         self.prompts = prompts
         self.model = model
         self.label = label or f"stage-{secrets.token_hex(4)}"
-        self._sent = 0
+        self.sent = 0  # prompts, so far
 
     def salt(self, name: str) -> str:
         """Of this run alone: under it nobody has asked anything before."""
@@ -118,8 +118,8 @@ class Asker:
         return await self._one(url, 0, long.tokens(0), "long")
 
     async def _one(self, url: str, index: int, tokens: list[int], salt: str) -> Reply:
-        self._sent += 1
-        name = f"{self.label}-{self._sent}"
+        self.sent += 1
+        name = f"{self.label}-{self.sent}"
         wanted = self.prompts.wanted
         body = {
             "model": self.model,

@@ -73,9 +73,11 @@ def run_cluster(
     venv: Path,
     requests: Requests = REQUESTS,
     tell: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Result]:
     """The results of all stages up to ``upto``, as they come; it ends with the first that did not
-    pass. ``tell`` is told what is going on. Raises ConfigError where the engines are not there,
+    pass. ``tell`` is told what is going on, ``say`` how far a stage came that
+    is interrupted. Raises ConfigError where the engines are not there,
     EngineError where one does not start.
     """
     _check(venv)
@@ -88,7 +90,7 @@ def run_cluster(
                 file, own = _STAGES[stage](parts)
                 tell(f"stage {stage}: runs")
                 file = msgspec.structs.replace(file, requests=requests)
-                result = asyncio.run(run_stage(Order(stage, out), file, own=own))
+                result = asyncio.run(run_stage(Order(stage, out), file, own=own, say=say))
             yield result
             if not result.passed:
                 return

@@ -179,15 +179,11 @@ def _lines_of(path: Path, ids: Sequence[str]) -> dict[str, str] | Missing:
 
 async def _backend_trial(site: Site, url: str) -> Phase | Missing:
     """Requests while the backend fails, and what engines other than prefill halves computed."""
-    why = await site.hooks.run("backend_fail")
-    if why is not None:
-        return why
-    try:
-        left = site.file.engines("decode", "combined")
-        return await site.phase(left, url, range(min(_TRIED, len(site.prompts))), "trial")
-    finally:
-        if "backend_heal" in site.hooks:
-            await site.hooks.run("backend_heal")
+    left = site.file.engines("decode", "combined")
+    few = range(min(_TRIED, len(site.prompts)))
+    return await site.hooks.around(
+        "backend_fail", "backend_heal", lambda: site.phase(left, url, few, "trial")
+    )
 
 
 async def stage_c(site: Site, baseline: Baseline) -> tuple[StageC, Figures]:

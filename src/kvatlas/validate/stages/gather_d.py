@@ -124,15 +124,9 @@ class Trials:
         hooks, settle_s = self.site.hooks, self.site.file.requests.settle_s
         if back not in hooks:
             return Missing(f"no hook {back} in the stage file")
-        why = await hooks.run(away)
-        if why is not None:
-            return why
-        try:
-            seen = await during()
-        finally:
-            why = await hooks.run(back)
-        if why is not None:
-            return why
+        seen = await hooks.around(away, back, during)
+        if isinstance(seen, Missing):
+            return seen
         until = time.monotonic() + settle_s
         phase, hits = await after()
         while not (isinstance(hits, int) and hits) and time.monotonic() < until:
@@ -174,13 +168,9 @@ class Trials:
         hooks = self.site.hooks
         if "store_empty" not in hooks:
             return Missing("no hook store_empty in the stage file")
-        why = await hooks.run("store_full")
-        if why is not None:
-            return why
-        try:
-            return await self.read(self.few, "full", self.writer)
-        finally:
-            await hooks.run("store_empty")
+        return await hooks.around(
+            "store_full", "store_empty", lambda: self.read(self.few, "full", self.writer)
+        )
 
 
 def _samples(seen: list[StoreSample | Missing]) -> tuple[StoreSample, ...] | Missing:

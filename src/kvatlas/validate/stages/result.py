@@ -53,6 +53,14 @@ class Result(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, digest=digest_of(self))
 
 
+class Unwritten(ConfigError):
+    """A result that could not be kept: whoever asked for it can still be told it."""
+
+    def __init__(self, path: Path, error: OSError, result: Result) -> None:
+        super().__init__(f"{path}: cannot be written: {error.strerror or error}")
+        self.result = result
+
+
 def digest_of(result: Result) -> str:
     """Over all of it but its own digest."""
     bare = msgspec.structs.replace(result, digest="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,7 +19,7 @@ from kvatlas.validate.stages.gather import stage_a, stage_b, stage_c, stage_e
 from kvatlas.validate.stages.gather_d import stage_d
 from kvatlas.validate.stages.judge_a import baseline_of
 from kvatlas.validate.stages.points import RULES
-from kvatlas.validate.stages.result import Previous, Result, built_on, path_of
+from kvatlas.validate.stages.result import Previous, Result, Unwritten, built_on, path_of
 from kvatlas.validate.stages.site import Site
 from kvatlas.validate.stages.stagefile import StageFile
 from kvatlas.validate.stages.values import Missing, Stage, Trial, Verdict, hidden, judged
@@ -45,11 +46,13 @@ async def run_stage(
     file: StageFile,
     *,
     own: Mapping[str, Callable[[], None]] | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Run it and write its result into the folder; ``own``: hooks that are functions.
+    """Run it and write its result into the folder; ``own``: hooks that are functions; ``say``
+    hears how far it came where it is cancelled, and then nothing is written.
 
     Raises ConfigError for what the stage cannot begin with: a file that lacks its parts, a stage
-    before it that is missing, did not pass, or asked other requests.
+    before it that is missing, did not pass, or asked other requests; Unwritten.
     """
     began, started = datetime.datetime.now(datetime.UTC), time.monotonic()
     before: Result | None = None
@@ -57,8 +60,12 @@ async def run_stage(
     if order.stage != "a":
         before, baseline = built_on(order.folder, order.stage, order.against)
     client = HttpClient(idle_timeout_s=file.requests.timeout_s)
+    site = Site(client, file, own)
     try:
-        verdicts, figures, kept = await _judged(order, Site(client, file, own), before, baseline)
+        verdicts, figures, kept = await _judged(order, site, before, baseline)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        say(_cut_short(order.stage, site))
+        raise
     finally:
         await client.close()
     result = Result(
@@ -79,8 +86,16 @@ async def run_stage(
         order.folder.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+        raise Unwritten(path, error, result) from error
     return result
+
+
+def _cut_short(stage: Stage, site: Site) -> str:
+    hooks = "; ".join(site.hooks.done) or "none"
+    return (
+        f"stage {stage} was interrupted and has no verdict: nothing was written. Prompts asked one"
+        f" by one until then: {site.asker.sent}. Hooks run, all that undo among them: {hooks}"
+    )
 
 
 async def _judged(
