@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvatlas.errors import ConfigError, EngineError
-from kvatlas.validate.stages.asking import Prompts, words_of
+from kvatlas.service.load_answer import Answer
+from kvatlas.validate.stages.asking import Prompts, _reply, words_of
 from kvatlas.validate.stages.cpu_model import VOCAB_SIZE, write_model
 from kvatlas.validate.stages.gather import _lines_of
 from kvatlas.validate.stages.hooks import Hooks
@@ -52,6 +53,7 @@ def test_the_guides_file_loads_and_shows_every_key(tmp_path: Path) -> None:
         (f'name = "x"\n{ENGINE}agent = "n"\n', "there is no agent 'n'"),
         (f'name = "x"\n{ENGINE}[[agent]]\nname = "n"\n', "missing required field `url`"),
         (f'name = "x"\n{ENGINE}[requests]\noutput_tokens = 1\n', "there is no TPOT"),
+        (f'name = "x"\n{ENGINE}[requests]\nvocab_size = 1\n', "requests.vocab_size: at least 2"),
         (f'name = "x"\n{ENGINE}[declared]\ntransport = "ib"\n', "neither rdma nor tcp"),
         (f'name = "x"\n{ENGINE}[declared]\ncolour = "red"\n', "'colour' is not possible there"),
         (f'name = "x"\n{ENGINE}[hooks]\nstore_explode = "x"\n', "'store_explode' is not possible"),
@@ -218,3 +220,15 @@ def test_the_cpu_model_is_the_same_bytes_each_time(tmp_path: Path) -> None:
     size = int.from_bytes(weights[:8], "little")
     assert len(weights) > VOCAB_SIZE * 128 * 2 * 2 + size
     assert files_digest(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"), [("64", 64), ("9" * 5000, None), ("9" * 19, None), ("-1", None)]
+)
+def test_a_count_in_a_header_is_read_or_none(told: str, expected: int | None) -> None:
+    answer = Answer(lambda: 0.0)
+    answer.status = 200
+    answer.headers = {"x-kvatlas-expected-hit-tokens": told}
+    answer.usage = {"prompt_tokens": 1 << 60, "prompt_tokens_details": {"cached_tokens": True}}
+    found = _reply(0, "r", answer, b"", 0.0)
+    assert (found.expected_tokens, found.prompt_tokens, found.cached_tokens) == (expected, 0, None)

@@ -175,3 +175,22 @@ def test_a_result_that_cannot_be_kept_is_shown(
         assert "Passed: 13 pass" in said.out
         assert "cannot be written" in said.err
         assert (out / "stage-a.html").exists()
+
+
+def test_what_others_wrote_does_nothing_in_a_report() -> None:
+    evil = "<script>a()</script> ![x](http://h/) \x1b[2J \u202e\n# Passed"
+    found = result(cluster=evil, declared={"image": evil})
+    odd = msgspec.structs.replace(
+        found.verdicts[0], status="fail", reason=evil, evidence={"error": evil}
+    )
+    found = msgspec.structs.replace(found, verdicts=(odd, *found.verdicts[1:]))
+    console = Console(record=True, width=500, file=io.StringIO())
+    report.show(found, console)
+    for text in (report.markdown(found), report.page(found), console.export_text()):
+        assert "a()" in text
+        assert not set("\x1b\u202e") & set(text)
+    text = report.markdown(found)
+    assert text.count("&lt;script>") == 4
+    assert "<" not in text
+    assert "](" not in text
+    assert "\n# Passed" not in text

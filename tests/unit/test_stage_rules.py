@@ -296,6 +296,7 @@ HIDDEN: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("a.ttft", "no load", lambda f: change(f, load=GONE)),
     ("a.throughput", "tiny", lambda f: change(f, load=load(count=5))),
     ("a.hbm", "no metrics", lambda f: change(f, hbm=GONE)),
+    ("a.hbm", "never in use", lambda f: change(f, hbm={"kv_usage_peak": 0.0})),
     ("a.power", "no meter", lambda f: change(f, power_w=GONE)),
     ("b.frozen", "untold", lambda f: change(f, decode=engine("d", kv_dtype=""))),
     (

@@ -26,6 +26,7 @@ _TOKENS_MIN, _TOKENS_MAX = 40, 2048
 _TRIES = 6
 _LOOSE_WORDS = 600
 _BODY_BYTES_MAX = 4 << 20
+_DIGITS_MAX = 20  # of a count in a header: longer ones are none
 _WORDS = (
     *("river", "stone", "garden", "winter", "letter", "music", "paper", "table", "window"),
     *("orange", "copper", "silver", "forest", "meadow", "bridge", "candle", "harbor", "island"),
@@ -225,4 +226,4 @@ def _count(value: Any) -> int:
 
 
 def _number(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else -1
+    return int(text) if text is not None and text.isdecimal() and len(text) <= _DIGITS_MAX else -1

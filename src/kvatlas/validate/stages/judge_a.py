@@ -118,6 +118,12 @@ def _hbm(facts: StageA) -> Finding:
     peak = facts.hbm.get("kv_usage_peak")
     if peak is not None and peak >= 1.0:
         return failed("the KV pool was full: the baseline measured preemptions", **facts.hbm)
+    if peak == 0 and "hbm_bytes" not in facts.hbm:
+        return hidden(
+            "its KV pool was never seen in use, though a load ran: ask longer prompts, or give"
+            " read.hbm_bytes",
+            **facts.hbm,
+        )
     return passed(**facts.hbm)
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvatlas.report import html
+from kvatlas.report.text import harmless, one_line
 from kvatlas.validate.stages.result import Result
 from kvatlas.validate.stages.values import TITLES, Status, Verdict
 
@@ -41,18 +42,27 @@ def conclusion(result: Result) -> str:
 
 def show(result: Result, console: Console) -> None:
     """For a terminal: a line per point, reasons below those that did not pass."""
-    console.print(Text(title(result)))
+    console.print(Text(one_line(title(result))))
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for verdict in result.verdicts:
         status = Text(verdict.status, style=_STYLES[verdict.status])
-        table.add_row(Text(verdict.point), status, Text(verdict.reason or _short(verdict.evidence)))
+        table.add_row(
+            Text(verdict.point), status, Text(harmless(verdict.reason or _short(verdict.evidence)))
+        )
     console.print(table)
     console.print(Text(f"{conclusion(result)} Evidence: sha256 {result.digest}"))
 
 
 def markdown(result: Result) -> str:
     """The report to be signed."""
-    lines = [f"# {title(result)}", "", f"**{conclusion(result)}**", "", *_facts(result), ""]
+    lines = [
+        f"# {one_line(title(result))}",
+        "",
+        f"**{conclusion(result)}**",
+        "",
+        *_facts(result),
+        "",
+    ]
     lines += ["| point | seed 000 | asked | verdict | reason |", "|---|---|---|---|---|"]
     for v in result.verdicts:
         cells = (f"`{v.point}`", v.seed, v.asks, f"**{v.status}**", v.reason)
@@ -64,7 +74,7 @@ def markdown(result: Result) -> str:
     lines += ["", "## Signed", "", "| who | name | date |", "|---|---|---|"]
     lines += [f"| {role} | | |" for role in _SIGNED]
     lines += ["", f"Evidence: `sha256 {result.digest}` ({_file(result)})", ""]
-    return "\n".join(lines)
+    return _inert("\n".join(lines))
 
 
 def page(result: Result) -> str:
@@ -127,7 +137,7 @@ def _facts(result: Result, bullet: str = "- ") -> list[str]:
         )
     if result.figures.hit_share is not None:
         lines.append(f"prompt tokens found when prompts came again: {result.figures.hit_share:.1%}")
-    return [bullet + line for line in lines]
+    return [bullet + one_line(line) for line in lines]
 
 
 def _file(result: Result) -> str:
@@ -147,4 +157,9 @@ def _value(value: object) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return one_line(text).replace("|", "\\|")
+
+
+def _inert(text: str) -> str:
+    """Markdown with what others wrote in it: no tag, link or image of theirs."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("](", "]\\(")

@@ -167,6 +167,8 @@ def check_stage_file(found: StageFile, where: str) -> None:
             )
     if found.requests.output_tokens < 2:
         raise ConfigError(f"{where}: requests.output_tokens: at least 2, or there is no TPOT")
+    if found.requests.vocab_size < 2:
+        raise ConfigError(f"{where}: requests.vocab_size: at least 2, or all prompts are the same")
     if found.transport not in ("rdma", "tcp"):
         raise ConfigError(
             f"{where}: declared.transport: {found.transport!r} is neither rdma nor tcp"
