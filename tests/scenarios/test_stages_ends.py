@@ -100,3 +100,20 @@ async def test_a_stage_that_is_ended_says_how_far_it_came(
     assert "one by one until then: 1. Hooks run, all that undo among them: none" in told.decode()
     assert "Traceback" not in told.decode()
     assert list(out.iterdir()) == []
+
+
+async def test_a_self_test_that_is_ended_says_how_far_it_came(tmp_path: Path) -> None:
+    """Its clusters are in folders of their own, which are gone after it."""
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvatlas", "doctor", "--self-test"),
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    while child.returncode is None and not list(tmp_path.iterdir()):
+        await asyncio.sleep(0.01)
+    child.terminate()
+    _, told = await child.communicate()
+    assert child.returncode == 130
+    assert "the self-test was interrupted: " in told.decode()
+    assert "Traceback" not in told.decode()
+    assert list(tmp_path.iterdir()) == []

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import logging
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvatlas.cli.ending import run_until_ended
 from kvatlas.cli.output import print_json, status
 from kvatlas.core.checks import CHECKS
 from kvatlas.core.findings import Finding, Status, worst
@@ -24,6 +26,7 @@ from kvatlas.validate.doctor.engines import Patience
 from kvatlas.validate.doctor.selftest import Score, self_test
 
 NOT_SHOWN = 3
+_NOT_ALL_SEEN = "nothing wrong, but not all could be seen"
 
 _EPILOG = """\
 It asks each engine a dozen short completions with a prefix that nobody has sent before, and hears
@@ -35,8 +38,8 @@ its KV events meanwhile. It changes nothing. Engines need not be kvatlas's own, 
   kvatlas doctor --gateway http://router:80 --engine http://10.0.0.1:8000   somebody else's router
   kvatlas doctor --self-test --json                does it see what it should? on stub engines
 
-exit status: 0 sound, 1 something is wrong, 2 the input is at fault, 3 nothing was seen to be wrong,
-but not all could be seen
+exit status: 0 sound, 1 something is wrong, 2 the input is at fault, 3 nothing wrong, but not all
+could be seen, 130 interrupted
 """
 _COLOURS: dict[Status, str] = {
     "ok": "green",
@@ -70,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
     """See the exit status in the help. Raises ConfigError for what cannot be examined."""
     console = Console(highlight=False)
     if args.self_test:
-        logging.getLogger("kvatlas").setLevel(logging.CRITICAL)  # its gateways have much to warn of
-        score = asyncio.run(self_test(status))
+        with _quiet():
+            score = run_until_ended(self_test(status, cut_short=_say_cut_short))
         status()
         print_json(score) if args.json else _print_score(score, console)
         return int(not score.passed)
@@ -79,12 +82,24 @@ def run(args: argparse.Namespace) -> int:
         if not 0 < getattr(args, name) <= 600:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} {getattr(args, name):g}: above 0, up to 600")
-    report = asyncio.run(_examined(args))
+    report = run_until_ended(_examined(args))
     if args.json:
         print_json(report)
     else:
         _print(report, console, everything=args.all)
     return 0 if report.sound else 1 if report.counts.get("wrong") else NOT_SHOWN
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of the gateways that a self-test runs here: each of them is planted."""
+    log = logging.getLogger("kvatlas")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 async def _examined(args: argparse.Namespace) -> Report:
@@ -129,7 +144,9 @@ def _print(report: Report, console: Console, *, everything: bool) -> None:
     if everything:
         _print_findings((f for f in report.findings if f.status == "ok"), console)
     counts = ", ".join(f"{count} {state}" for state, count in sorted(report.counts.items()))
-    console.print(f"{'sound' if report.sound else 'not sound'}: {counts}")
+    wrong = report.counts.get("wrong")
+    word = "sound" if report.sound else "not sound" if wrong else _NOT_ALL_SEEN
+    console.print(f"{word}: {counts}")
 
 
 def _print_findings(findings: Iterable[Finding], console: Console) -> None:
@@ -151,6 +168,17 @@ def _print_findings(findings: Iterable[Finding], console: Console) -> None:
             console.print(f"    → {first.change}", markup=False)
 
 
+def _say_cut_short(score: Score) -> None:
+    print(f"kvatlas: the self-test was interrupted: {_line(score)}", file=sys.stderr)
+
+
+def _line(score: Score) -> str:
+    return (
+        f"{len(score.named)} of {len(score.planted)} named, {len(score.false_alarms)} false "
+        f"alarms, {score.seconds:.0f} s"
+    )
+
+
 def _print_score(score: Score, console: Console) -> None:
     for plant in score.planted:
         named = plant in score.named
@@ -158,7 +186,4 @@ def _print_score(score: Score, console: Console) -> None:
         console.print(f"{mark} {plant}: {score.expected[plant]}")
     for alarm in score.false_alarms:
         console.print(f"[bold red]false alarm[/] {escape(alarm)}")
-    console.print(
-        f"{len(score.named)} of {len(score.planted)} named, {len(score.false_alarms)} false "
-        f"alarms, {score.seconds:.0f} s"
-    )
+    console.print(_line(score))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -40,26 +40,43 @@ class Score(msgspec.Struct, frozen=True):
 
 
 async def self_test(
-    say: Callable[[str], None] = lambda text: None, plants: Sequence[Plant] = PLANTS
+    say: Callable[[str], None] = lambda text: None,
+    plants: Sequence[Plant] = PLANTS,
+    cut_short: Callable[[Score], None] = lambda score: None,
 ) -> Score:
-    """Each plant alone in its cluster, a few clusters at a time. ``say`` hears which."""
+    """Each plant alone in its cluster, a few clusters at a time. ``say`` hears which;
+    ``cut_short`` gets the score of those that were examined, where it is cancelled."""
     began_s = time.monotonic()
-    found: dict[str, Finding] = {}
-    alarms: list[str] = []
+    seen: dict[str, Sequence[Finding]] = {}
     gate = asyncio.Semaphore(_AT_A_TIME)
 
-    async def one(name: str, plan: Callable[[], Plan]) -> Sequence[Finding]:
+    async def one(name: str, plan: Callable[[], Plan]) -> None:
         async with gate:
             say(name)
-            return await examined(plan())
+            seen[name] = await examined(plan())
 
-    sound = await asyncio.gather(*(one(name, plan) for name, plan in SOUND.items()))
-    for name, findings in zip(SOUND, sound, strict=True):
-        wrong = [finding for finding in findings if finding.status in ("wrong", "not shown")]
+    try:
+        await asyncio.gather(*(one(name, plan) for name, plan in SOUND.items()))
+        await asyncio.gather(*(one(plant.name, plant.plan) for plant in plants))
+    except asyncio.CancelledError:
+        cut_short(_scored(seen, plants, time.monotonic() - began_s))
+        raise
+    return _scored(seen, plants, time.monotonic() - began_s)
+
+
+def _scored(
+    seen: Mapping[str, Sequence[Finding]], plants: Sequence[Plant], seconds: float
+) -> Score:
+    """Of those that were examined."""
+    found: dict[str, Finding] = {}
+    alarms: list[str] = []
+    sound = [name for name in SOUND if name in seen]
+    plants = [plant for plant in plants if plant.name in seen]
+    for name in sound:
+        wrong = [finding for finding in seen[name] if finding.status in ("wrong", "not shown")]
         alarms += [f"{name}, sound: {_text(finding)}" for finding in wrong]
-    planted = await asyncio.gather(*(one(plant.name, plant.plan) for plant in plants))
-    for plant, findings in zip(plants, planted, strict=True):
-        for finding in findings:
+    for plant in plants:
+        for finding in seen[plant.name]:
             if finding.check == plant.check and finding.status == plant.status:
                 found.setdefault(plant.name, finding)
             elif finding.status == "wrong" and finding.check not in (plant.check, *plant.also):
@@ -70,8 +87,8 @@ async def self_test(
         false_alarms=tuple(alarms),
         expected={plant.name: plant.what for plant in plants},
         findings=found,
-        sound=len(SOUND),
-        seconds=round(time.monotonic() - began_s, 1),
+        sound=len(sound),
+        seconds=round(seconds, 1),
     )
 
 
