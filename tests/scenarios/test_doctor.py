@@ -19,8 +19,8 @@ from kvatlas.service.http import Request
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.http_reply import Reply
 from kvatlas.service.http_server import HttpServer
-from kvatlas.validate.doctor import Cluster, Report, examine, from_config, from_urls
-from kvatlas.validate.doctor.canaries import Target
+from kvatlas.validate.doctor import Cluster, Report, examine, from_config, from_urls, planting
+from kvatlas.validate.doctor.canaries import Prompt, Target, loose
 from kvatlas.validate.doctor.engines import Patience
 from kvatlas.validate.doctor.plants import PLANTS, Plant
 from kvatlas.validate.doctor.selftest import self_test
@@ -242,6 +242,34 @@ async def test_pages_that_are_missing_or_no_pages(client: HttpClient, path: str)
             report = await examine(client, alone, Patience(10.0, 0.2))
         assert status(report, check) == {"not shown"}
         assert not report.sound
+
+
+async def test_without_token_ids_texts_show_hits(client: HttpClient) -> None:
+    def tell(path: str, body: bytes) -> bytes | None:
+        return None if path == "/tokenize" else body
+
+    async with Stage(Plan(lies={0: Lies(tell=tell), 1: Lies(tell=tell)})) as stage:
+        report = await examine(client, Cluster(stage.cluster.workers), Patience(10.0, 0.2))
+    seen = ("prefix-cache", "hits-told", "right-answer", "salt", "metrics", "weights")
+    assert [status(report, check) for check in seen] == [{"ok"}] * len(seen)
+    for check in ("tokenizer", "chat-template", "events"):
+        assert status(report, check) == {"not shown"}
+    assert "wrong" not in report.counts
+    plan = planting.caches_nothing()
+    for lies in plan.lies.values():
+        lies.tell = tell
+    async with Stage(plan) as stage:
+        report = await examine(client, Cluster(stage.cluster.workers), Patience(10.0, 0.2))
+    assert {f.check for f in report.findings if f.status == "wrong"} == {"prefix-cache"}
+
+
+def test_texts_keep_to_the_room_there_is() -> None:
+    for room in (1, 64, 512, 4096):
+        assert len(loose(16, room).split()) * 8 <= max(16, room - 16)
+    assert len(loose(500).split()) > 2000
+    text = Prompt(loose())
+    assert text.another(1) != text.another(2) != text.form
+    assert sorted(str(text.another(1)).split()) == sorted(text.text.split())
 
 
 async def test_a_gateway_of_somebody_else(client: HttpClient) -> None:

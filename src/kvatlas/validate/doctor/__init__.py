@@ -130,28 +130,28 @@ async def gathered(client: HttpClient, cluster: Cluster, patience: Patience) -> 
 
 
 async def _asked(engines: Sequence[Examined]) -> dict[str, canaries.Prompt]:
-    """All canaries of the engines; the prompt of each model."""
+    """All canaries of the engines; the prompt of each model whose engines tell token ids."""
     prompts: dict[str, canaries.Prompt] = {}
     models = {engine.facts.model for engine in engines}
     for model in models:
         group = [engine for engine in engines if engine.facts.model == model]
         block = max(engine.block_tokens for engine in group)
         rooms = [e.facts.context_tokens for e in group if e.facts.context_tokens]
-        why = ""
         for engine in group:
             try:
                 prompt = await canaries.made(engine.target, block, min(rooms, default=0))
                 chat = await canaries.made(engine.target, block, min(rooms, default=0))
-            except EngineError as error:
-                why = str(error)
-                continue
+            except EngineError:
+                continue  # what it says is told as it is asked
             prompts[model] = prompt
             asks = (e.ask(prompt, chat.text, number) for number, e in enumerate(group))
             await asyncio.gather(*asks)
             break
         else:
-            for engine in group:
-                engine.note(tokenize_error=f"no canary could be made: {why}")
+            room = min(rooms, default=0)
+            text, other = canaries.loose(block, room), canaries.loose(block, room)
+            asks = (e.ask(canaries.Prompt(text), other, n) for n, e in enumerate(group))
+            await asyncio.gather(*asks)
     return prompts
 
 

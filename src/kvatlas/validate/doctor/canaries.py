@@ -8,7 +8,7 @@ import struct
 from array import array
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ _BLOCKS = 4
 _TOKENS_MIN, _TOKENS_MAX = 40, 2048
 _TRIES = 6
 _LOOSE_WORDS = 600
+_WORD_TOKENS_MAX = 8  # no tokenizer makes more of one of the words below
 _BODY_BYTES_MAX = 4 << 20
 _DIGITS_MAX = 20  # of a count in a header: longer ones are none
 _WORDS = (
@@ -35,24 +36,36 @@ _WORDS = (
 )
 
 
+Form = str | tuple[int, ...]
+_Part = TypeVar("_Part", str, int)
+
+
 class Prompt(msgspec.Struct, frozen=True):
-    """A text and its token ids, as an engine's own endpoint makes them."""
+    """A text and its token ids, as an engine's own endpoint makes them; () where it tells none."""
 
     text: str
-    ids: tuple[int, ...]
+    ids: tuple[int, ...] = ()
 
-    def another(self, number: int) -> tuple[int, ...]:
-        """Another prompt of the same ids, in an order that comes of ``number``; the first, which
-        often stands for the start of a text, stays."""
+    @property
+    def form(self) -> Form:
+        """As it is asked: by token ids, where these are known."""
+        return self.ids or self.text
+
+    def another(self, number: int) -> Form:
+        """Another prompt of the same ids, or words, in an order that comes of ``number``. The
+        first id stays, as it often stands for the start of a text."""
+        if not self.ids:
+            return " ".join(_shuffled(self.text.split(" "), number))
         first, *rest = self.ids
-        rest = [
-            id
-            for _, id in sorted(
-                (blake2b(b"%d %d" % (number, index), digest_size=8).digest(), id)
-                for index, id in enumerate(rest)
-            )
-        ]
-        return (first, *rest)
+        return (first, *_shuffled(rest, number))
+
+
+def _shuffled(parts: list[_Part], number: int) -> list[_Part]:
+    keyed = (
+        (blake2b(b"%d %d" % (number, index), digest_size=8).digest(), part)
+        for index, part in enumerate(parts)
+    )
+    return [part for _, part in sorted(keyed)]
 
 
 class WithKey(HttpClient):
@@ -80,9 +93,7 @@ class Target(msgspec.Struct, frozen=True):
     deadline_s: float = 10.0
     ranks: int = 1
 
-    async def complete(
-        self, prompt: str | tuple[int, ...], *, salt: str = "", tokens: int = ANSWER_TOKENS
-    ) -> Asked:
+    async def complete(self, prompt: Form, *, salt: str = "", tokens: int = ANSWER_TOKENS) -> Asked:
         """A completion. Never raises: what went wrong is in the answer."""
         body = {"prompt": prompt, "max_tokens": tokens, "logprobs": 1}
         return await self._ask(COMPLETION, body, salt)
@@ -159,9 +170,14 @@ async def made(target: Target, block_tokens: int, room_tokens: int) -> Prompt:
     raise EngineError(f"{target.url}: no text of {wanted} tokens could be made")
 
 
-def loose() -> str:
-    """A fresh text of several blocks of whatever size, for a router whose engines nobody knows."""
-    words = (secrets.choice(_WORDS) for _ in range(_LOOSE_WORDS))
+def loose(block_tokens: int = 0, room_tokens: int = 0) -> str:
+    """A fresh text of several blocks, of whatever size where none is known, for engines that tell
+    no token ids; shorter where there is known to be little room."""
+    count = min(max(_LOOSE_WORDS, _BLOCKS * block_tokens), _TOKENS_MAX)
+    if room_tokens:
+        most = (room_tokens - 2 * ANSWER_TOKENS) // _WORD_TOKENS_MAX
+        count = max(1, min(count, most - 1))
+    words = (secrets.choice(_WORDS) for _ in range(count))
     return " ".join((secrets.token_hex(4), *words))
 
 

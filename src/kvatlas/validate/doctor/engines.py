@@ -114,7 +114,8 @@ class Examined:
 
     async def ask(self, shared: canaries.Prompt, chat_text: str, number: int) -> None:
         """All of its canaries. ``shared`` and ``chat_text`` are the same for all engines of its
-        model, ``number`` is another one for each."""
+        model, texts alone where none of them tells token ids; ``number`` is another one for
+        each."""
         before = await self._counters()
         try:
             self.note(text_ids=await self.target.text_ids(shared.text))
@@ -124,15 +125,15 @@ class Examined:
             self.note(chat_ids=await self.target.chat_ids(chat_text))
         except EngineError as error:
             self.note(chat_error=str(error))
-        target, ids, salt = self.target, shared.ids, f"kvatlas-doctor-{number}-{time.time_ns()}"
+        target, form, salt = self.target, shared.form, f"kvatlas-doctor-{number}-{time.time_ns()}"
         own = shared.another(number)
         questions: dict[str, Callable[[], Awaitable[Asked]]] = {
             # A subscription takes a moment longer than a connection: this one may go unheard.
             "opening": lambda: target.complete(shared.another(number + _OPENING), tokens=1),
-            "fresh": lambda: target.complete(ids),
-            "again": lambda: target.complete(ids),
-            "salted": lambda: target.complete(ids, salt=salt),
-            "salted again": lambda: target.complete(ids, salt=salt),
+            "fresh": lambda: target.complete(form),
+            "again": lambda: target.complete(form),
+            "salted": lambda: target.complete(form, salt=salt),
+            "salted again": lambda: target.complete(form, salt=salt),
             "text": lambda: target.complete(shared.text),
             "chat": lambda: target.chat(chat_text),
         }
@@ -145,7 +146,8 @@ class Examined:
             # Who answers nothing is not waited for as often as there are questions.
             in_vain = len(failed) >= _FAILURES_MAX
             asked[name] = Asked(error=failed[0]) if in_vain else await question()
-        self.own, self._shared = canaries.packed(own), canaries.packed(ids)
+        if not isinstance(own, str):
+            self.own, self._shared = canaries.packed(own), canaries.packed(shared.ids)
         self.note(
             canaries=canaries.told(asked),
             canary_tokens=sum(max(0, a.prompt_tokens) for a in asked.values()),
@@ -158,6 +160,13 @@ class Examined:
         """What its events told of the canaries, and whether they come again."""
         ears, patience_s = self.ears, self._patience.event_s
         if not ears:
+            return
+        if not self.own:
+            why = (
+                ears[0].error
+                or "no canary of known token ids could be made, by which they tell of it"
+            )
+            self.note(stream=StreamFacts(told=True, error=why))
             return
         heard = await asyncio.gather(*(ear.until_stored(self.own, patience_s) for ear in ears))
         ear = next((ear for ear, yes in zip(ears, heard, strict=True) if yes), ears[0])
