@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from kvatlas.validate.stages import report
+from kvatlas.validate.stages.cluster import _ended_whole
 from kvatlas.validate.stages.points import RULES
 from kvatlas.validate.stages.result import built_on, load_result, path_of
 from kvatlas.validate.stages.values import Stage
@@ -42,3 +44,18 @@ def test_they_are_one_chain() -> None:
     assert final.previous is not None
     assert final.previous.digest == last.digest
     assert len(set(baseline.answers)) > 1
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_closed_terminal_ends_the_cluster_unless_that_is_ignored(before: signal.Handlers) -> None:
+    kept = signal.signal(signal.SIGHUP, before)
+    try:
+        if before is signal.SIG_IGN:
+            with _ended_whole():
+                signal.raise_signal(signal.SIGHUP)
+        else:
+            with pytest.raises(KeyboardInterrupt), _ended_whole():
+                signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, kept)

@@ -99,7 +99,11 @@ def run_cluster(
 @contextmanager
 def _ended_whole() -> Iterator[None]:
     """Whatever ends us ends what we started, as Ctrl-C does."""
-    ends = (signal.SIGTERM, signal.SIGHUP)
+    ends = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_DFL  # nohup has the second one ignored
+    ]
     handlers = {number: signal.signal(number, signal.default_int_handler) for number in ends}
     try:
         yield
