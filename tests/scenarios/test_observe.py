@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from array import array
 from collections.abc import Callable
@@ -192,6 +193,30 @@ async def test_the_command_records_until_it_is_told_to_end(tmp_path: Path) -> No
             child.stop()
     assert "3 requests in" in child.log.read_text()
     assert len(read(tmp_path / "seen").rows) == 3
+
+
+def test_told_to_end_before_it_listens_it_ends_quietly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[bool] = []
+
+    class Slow:
+        async def ready(self, _: float) -> bool:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return await asyncio.Future[bool]()
+
+        async def end(self) -> None:
+            killed.append(True)
+
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr("kvatlas.cli.observe.beside", lambda _: (Slow(), ours))
+    command = ["observe", "front", "--router", "http://127.0.0.1:1"]
+    with theirs:
+        assert main([*command, "--record", str(tmp_path / "seen")]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("kvatlas observe: starting")
+    assert "ended before it listened" in told.out
+    assert (told.err, killed) == ("", [True])
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import uvloop
 from rich.console import Console
@@ -143,9 +143,15 @@ def _run_front(args: argparse.Namespace) -> int:
 
 async def _front(settings: Settings, router: Origin, host: str, port: int, drain_s: float) -> int:
     asked, again = _signals()
+    print("kvatlas observe: starting; not listening yet", flush=True)
     shadow, sock = beside(settings)
-    if not await shadow.ready(_SHADOW_STARTS_S):
-        await shadow.ended(0.0)
+    started = await _unless(asked, shadow.ready(_SHADOW_STARTS_S))
+    if not started:
+        sock.close()
+        await shadow.end()
+        if asked.is_set():
+            print("kvatlas observe: ended before it listened; nothing is recorded")
+            return 0
         raise ConfigError("the recording process could not start; what it said is above")
     copies = Copies()
     await asyncio.get_running_loop().create_connection(lambda: copies, sock=sock)
@@ -172,6 +178,15 @@ async def _front(settings: Settings, router: Origin, host: str, port: int, drain
             "copied; all of them were passed on"
         )
     return _told(settings, summary)
+
+
+async def _unless(asked: asyncio.Event, ready: Coroutine[Any, Any, bool]) -> bool:
+    """What ``ready`` says; False as soon as it is asked to end."""
+    told, end = asyncio.create_task(ready), asyncio.create_task(asked.wait())
+    await asyncio.wait({told, end}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (told, end):
+        task.cancel()
+    return not asked.is_set() and told.result()
 
 
 async def _gone(copies: Copies) -> None:

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -210,6 +211,11 @@ class Beside:
                 return await asyncio.get_running_loop().sock_recv(self._result, 1) == _READY
         return False
 
+    async def end(self) -> None:
+        """At once: it records nothing yet, or cannot."""
+        self._process.kill()
+        await self.ended(0.0)
+
     async def ended(self, timeout_s: float) -> Summary | None:
         """What it made of the copies, once their end was sent; None where it broke down."""
         loop = asyncio.get_running_loop()
@@ -238,7 +244,13 @@ def beside(settings: Settings) -> tuple[Beside, socket.socket]:
     process = context.Process(
         target=_main, args=(theirs, telling, settings), name="kvatlas observe", daemon=True
     )
-    process.start()
+    # It inherits what is blocked: a Ctrl-C waits there until `_main` ignores it, here until then.
+    resource_tracker.ensure_running()  # else its start would unblock it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     theirs.close()
     telling.close()
     return Beside(process, result), ours
