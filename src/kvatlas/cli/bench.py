@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import re
-import signal
 import sys
 import uuid
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvatlas.cli.ending import run_until_ended
 from kvatlas.cli.output import check_output, json_bytes, table_console, write_files
 from kvatlas.cli.trace_input import add_trace_options, opened
 from kvatlas.errors import ConfigError, KvatlasError
@@ -142,9 +141,9 @@ def run(args: argparse.Namespace) -> int:
     )
     failure: BaseException | None = None
     try:
-        uvloop.run(_until_ended(bench))
-    except (KvatlasError, KeyboardInterrupt, asyncio.CancelledError) as error:
-        failure = error if isinstance(error, KvatlasError) else KeyboardInterrupt()
+        run_until_ended(bench.run(), uvloop.run)
+    except (KvatlasError, KeyboardInterrupt) as error:
+        failure = error
         if not bench.rows:
             raise failure from None  # else: what was measured is not lost
     outcome = bench.outcome
@@ -160,17 +159,6 @@ def run(args: argparse.Namespace) -> int:
     if failure is not None:
         raise failure
     return 0 if outcome.sound else 1
-
-
-async def _until_ended(bench: Bench) -> None:
-    """Whoever ends the command, or closes its terminal, loses no more than with Ctrl-C. Raises
-    CancelledError then."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    for each in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(each) is signal.SIG_DFL:  # nohup has the second one ignored
-            loop.add_signal_handler(each, task.cancel)
-    await bench.run()
 
 
 def _telling(quiet: bool) -> Callable[[str], None]:

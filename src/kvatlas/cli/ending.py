@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
 
-def run_until_ended(work: Coroutine[Any, Any, _T]) -> _T:
-    """What ``work`` gives. SIGTERM and SIGHUP cancel it once, so that it undoes what it did; then
-    KeyboardInterrupt is raised."""
+def run_until_ended(
+    work: Coroutine[Any, Any, _T],
+    run: Callable[[Coroutine[Any, Any, _T]], _T] = asyncio.run,
+) -> _T:
+    """What ``work`` gives, in the loop of ``run``. SIGTERM and SIGHUP cancel it once, so that it
+    undoes what it did; then KeyboardInterrupt is raised."""
     try:
-        return asyncio.run(_heeding(work))
+        return run(_heeding(work))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 

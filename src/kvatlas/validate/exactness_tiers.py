@@ -261,15 +261,7 @@ class _Nodes:
     def _flip_valkey(self) -> None:
         server = valkey.Server.connect(Address("127.0.0.1", self._valkey), time.monotonic() + 60)
         try:
-            cursor: bytes | int | None = b"0"
-            while True:
-                cursor, *keys = server.ask(b"SCAN", _text(cursor), b"COUNT", b"1000")
-                for key in [k for k in map(_text, keys) if k[-1:] in (b"\0", b"\1")]:
-                    (byte,) = server.ask(b"GETRANGE", key, b"600", b"600")
-                    flipped = bytes([(_text(byte) or b"\0")[0] ^ 1])
-                    server.ask(b"SETRANGE", key, b"600", flipped)
-                if cursor == b"0":
-                    return
+            flip_values(server.ask)
         finally:
             server.close()
 
@@ -458,6 +450,18 @@ class _Trial:
 
 def _more(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return {k: n - before.get(k, 0) for k, n in after.items() if n != before.get(k, 0)}
+
+
+def flip_values(ask: Callable[..., Sequence[bytes | int | None]]) -> None:
+    """Turn over a bit in every value of a Valkey that holds state. ``ask`` sends one command."""
+    cursor: bytes | int | None = b"0"
+    while True:
+        cursor, *keys = ask(b"SCAN", _text(cursor), b"COUNT", b"1000")
+        for key in [k for k in map(_text, keys) if k[-1:] in (b"\0", b"\1")]:
+            (byte,) = ask(b"GETRANGE", key, b"600", b"600")
+            ask(b"SETRANGE", key, b"600", bytes([(_text(byte) or b"\0")[0] ^ 1]))
+        if cursor == b"0":
+            return
 
 
 def _flip_arena(agent: AgentProcess) -> None:

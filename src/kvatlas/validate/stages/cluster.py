@@ -24,7 +24,7 @@ from kvatlas.connectors.vllm_cpu import VLLM, VllmEngine, installed
 from kvatlas.dataplane.tiers.sockets import Address
 from kvatlas.dataplane.tiers.valkey import Server
 from kvatlas.errors import ConfigError, EngineError
-from kvatlas.validate.exactness_tiers import AgentProcess
+from kvatlas.validate.exactness_tiers import AgentProcess, flip_values
 from kvatlas.validate.stages.cpu_model import VOCAB_SIZE, write_model
 from kvatlas.validate.stages.result import Result
 from kvatlas.validate.stages.run import Order, run_stage
@@ -290,27 +290,12 @@ class _Store:
 
     def damage(self) -> None:
         """Turn over a bit in every value that holds state."""
-        cursor: bytes | int | None = b"0"
-        while True:
-            cursor, *keys = self._ask(b"SCAN", _word(cursor), b"COUNT", b"1000")
-            for key in [k for k in map(_word, keys) if k[-1:] in (b"\0", b"\1")]:
-                (byte,) = self._ask(b"GETRANGE", key, b"600", b"600")
-                flipped = bytes([(_word(byte) or b"\0")[0] ^ 1])
-                self._ask(b"SETRANGE", key, b"600", flipped)
-            if cursor == b"0":
-                return
+        flip_values(self._ask)
 
     def _ask(self, *words: bytes) -> list[bytes | int | None]:
         server = Server.connect(Address("127.0.0.1", self.port), time.monotonic() + 10.0)
         with closing(server):
             return server.ask(*words)
-
-
-def _word(word: bytes | int | None) -> bytes:
-    return word if isinstance(word, bytes) else b""
-
-
-# -- the stages -----------------------------------------------------------------------------------
 
 
 def _file(engines: Sequence[Engine], **more: object) -> StageFile:
