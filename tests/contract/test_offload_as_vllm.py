@@ -41,7 +41,7 @@ FIRST = [
     run("own", OTHER, forget=False),
     run("edge", PROMPT[:520]),
     run("edge again", PROMPT[:520], forget=False),
-    run("broken", BROKEN, broken=1),
+    run("broken", BROKEN, broken=0),  # the first of each order is its turn, however few they are
     run("not whole", BROKEN),
 ]
 
