@@ -34,8 +34,15 @@ def shared_file() -> Callable[[str], Path]:
     return find
 
 
+REAL_TIME = {"integration", "scenarios"}  # real processes, sockets and clocks
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """State machines name a number of examples that suits every day; at night it is ours."""
+    """State machines name a number of examples that suits every day; at night it is ours. What runs
+    on real clocks gets a second chance on a machine that stood still, and the summary names it."""
+    for item in items:
+        if item.path.parent.name in REAL_TIME or item.get_closest_marker("engine"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     if PROFILE == "nightly":
         for machine in {getattr(item, "cls", None) for item in items}:
             if hasattr(machine, "settings"):

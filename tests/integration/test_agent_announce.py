@@ -59,7 +59,7 @@ class Stand:
         return found
 
     async def agrees(self, directory: Directory) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while directory.shelves.names(AGENT) != self.held():
                 await asyncio.sleep(0.005)
 
@@ -81,14 +81,21 @@ def _resumes(directory: Directory, keys: tuple[bytes, ...]) -> int:
     return found[0].tokens if found else 0
 
 
+async def resumes(directory: Directory, keys: tuple[bytes, ...], tokens: int) -> None:
+    """In the end: what is sealed is told after what is held."""
+    async with asyncio.timeout(60):
+        while _resumes(directory, keys) != tokens:
+            await asyncio.sleep(0.005)
+
+
 async def test_points_count_where_they_are_sealed(stand: Stand) -> None:
     directory = stand.listener()
     keys = keys_of(1, 9)
     stand.node.fill(keys, 4, 9)
     stand.tell()
     await stand.agrees(directory)
-    assert _resumes(directory, keys) == 9 * GRID
-    assert _resumes(directory, keys[:8]) == 4 * GRID
+    await resumes(directory, keys, 9 * GRID)
+    await resumes(directory, keys[:8], 4 * GRID)
 
 
 async def test_a_batch_that_was_lost_is_asked_for_again(
@@ -184,12 +191,12 @@ async def test_what_a_lost_store_held_is_taken_back(stand: Stand, tier: Tier) ->
         stand.node.do(Lose(Tier.DRAM))
     stand.tell()
     await stand.agrees(directory)
-    assert _resumes(directory, keys) == 5 * GRID
+    await resumes(directory, keys, 5 * GRID)
     stand.node.tiers[tier].clear()
     stand.node.do(Lose(tier))
     stand.tell()
     await stand.agrees(directory)
-    assert _resumes(directory, keys) == 0
+    await resumes(directory, keys, 0)
 
 
 async def test_a_port_that_is_taken_is_told(stand: Stand) -> None:

@@ -87,6 +87,15 @@ class Stage:
         await self.product.until(over)
         return (await self.page())["copies"]["replicate"]
 
+    async def attached(self) -> None:
+        """The gateway has heard of an engine at each node."""
+
+        async def told() -> bool:
+            nodes = self.product.assembly.agents.nodes.values()
+            return all(node.told is not None and node.told.engines for node in nodes)
+
+        await self.product.until(told)
+
     async def served(self) -> int:
         return int((await self.page())["copies"]["replicate"]["served"])
 
@@ -121,6 +130,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
 async def test_what_many_wait_for_is_brought_to_the_idle_node(stage: Stage) -> None:
     product, (one, two) = stage.product, stage.nodes.agents
     with FakeEngine(one.socket, engine()) as first, FakeEngine(two.socket, engine()):
+        await stage.attached()
         assert await asyncio.to_thread(first.save, "r", packed(PREFIX)) == BLOCKS
         await product.until_equal(lambda: stage.held("W1"), Held(END, {"dram": END}))
         assert await stage.held("W2") is None
