@@ -14,6 +14,7 @@ from statistics import fmean
 import msgspec
 
 from kvatlas.report.statistics import Interval, interval
+from kvatlas.report.table import seconds
 from kvatlas.sim.matrix import ARRANGEMENTS, Cell, Name, PathUse
 
 #: Where there is one run of each, by so large a share must they differ to be called better.
@@ -169,7 +170,7 @@ def advise(cells: Sequence[Cell], workload: str, names: Sequence[Name]) -> Advic
     best = min(names, key=lambda name: (-shares[name], slow_s[name]))
     take = next(name for name in names if not _worse(of, workload, name, best))
     runs = len({cell.seed for cell in of})
-    return Advice(workload, take, _sentence(workload, take, best, shares, runs))
+    return Advice(workload, take, _sentence(workload, (take, best), shares, slow_s, runs))
 
 
 def _mean(values: Sequence[float | None]) -> float:
@@ -188,13 +189,21 @@ def _worse(cells: Sequence[Cell], workload: str, name: Name, best: Name) -> bool
     return quick is not None and quick.better is False
 
 
-def _sentence(workload: str, take: Name, best: Name, shares: dict[Name, float], runs: int) -> str:
-    names = list(shares)
+def _sentence(
+    workload: str,
+    chosen: tuple[Name, Name],
+    shares: dict[Name, float],
+    slow_s: dict[Name, float],
+    runs: int,
+) -> str:
+    """``chosen``: what to take, and the best."""
+    names, (take, best) = list(shares), chosen
     base = names[0]
     said = f"{workload}: take {ARRANGEMENTS[take].title}: {shares[take]:.1%} of requests meet the "
-    said += "objectives"
+    said += f"objectives, TTFT p95 {seconds(slow_s[take])}"
     if take != base:
-        said += f" ({shares[base]:.1%} with {ARRANGEMENTS[base].title})"
+        title = ARRANGEMENTS[base].title
+        said += f" ({shares[base]:.1%} and {seconds(slow_s[base])} with {title})"
     if further := names[names.index(take) + 1 :]:
         titles = ", ".join(f"{ARRANGEMENTS[name].title} {shares[name]:.1%}" for name in further)
         said += f"; what needs more shows no sure gain here: {titles}"
