@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import resource
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from kvatlas.cli.files import allow_files
 from kvatlas.cli.output import (
     check_output,
     json_bytes,
@@ -54,7 +54,6 @@ exit status: 0 recorded, or a gain is shown; 1 nothing could be recorded or show
 at fault
 """
 _SHADOW_STARTS_S, _SHADOW_ENDS_S = 60.0, 20.0
-_OTHER_FILES = 1024
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -137,7 +136,7 @@ def _run_front(args: argparse.Namespace) -> int:
     router = _router(args.router)
     host, port = _address(args.listen)
     settings = _settings(args, "front", served_by=args.served_by, ttft=TTFT)
-    _allow_files()
+    allow_files(CONNECTIONS_MAX, "")
     return uvloop.run(_front(settings, router, host, port, args.drain_s))
 
 
@@ -202,7 +201,7 @@ async def _gone(copies: Copies) -> None:
 def _run_mirror(args: argparse.Namespace) -> int:
     host, port = _address(args.listen)
     settings = _settings(args, "mirror")
-    _allow_files()
+    allow_files(CONNECTIONS_MAX, "")
     return uvloop.run(_mirror(settings, host, port))
 
 
@@ -263,15 +262,6 @@ def _settings(
         started_s=time.monotonic(),
         ttft=ttft,
     )
-
-
-def _allow_files() -> None:
-    """As many as that many connections through us need, or as many as may be."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * CONNECTIONS_MAX + _OTHER_FILES
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def _router(url: str) -> Origin:

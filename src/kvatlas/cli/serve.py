@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import errno
 import logging
-import resource
 import signal
 import sys
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from kvatlas import __version__
+from kvatlas.cli.files import allow_files
 from kvatlas.config import AgentConfig, Config, WorkerConfig, load
 from kvatlas.errors import ConfigError
 from kvatlas.service.assembly import Assembly
@@ -46,8 +46,6 @@ SIGTERM or Ctrl-C: /ready fails, running requests end, then it leaves with statu
 again: at once.
 """
 
-_OTHER_FILES = 1024  # event sockets, polls of the engines, logs
-
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
@@ -64,28 +62,9 @@ def run(args: argparse.Namespace) -> int:
     """Raises ConfigError (exit status 2) for a bad file or an address that cannot be had."""
     config = load(args.config)
     check_workers(config)
-    _allow_files(config.gateway.max_connections)
+    allow_files(config.gateway.max_connections, " or lower [gateway] max_connections")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     return uvloop.run(_serve(args.config, config))
-
-
-def _allow_files(connections: int) -> None:
-    """Raises the process's limit on open files to what so many clients need, as far as it may.
-
-    Beyond the limit no engine could be connected to, and the engines would be blamed for it.
-    """
-    wanted = 2 * connections + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < wanted:
-        print(
-            f"kvatlas: only {allowed} files may be open here, {connections} clients need {wanted}: "
-            "raise the limit (ulimit -Hn) or lower [gateway] max_connections",
-            file=sys.stderr,
-        )
 
 
 async def _serve(path: Path, config: Config) -> int:
