@@ -28,13 +28,12 @@ from kvatlas.service.http_client import (
     SilenceError,
     origin_of,
 )
-from kvatlas.service.load_answer import Answer, tokens
+from kvatlas.service.load_answer import Answer, cached_tokens, header_tokens, tokens
 from kvatlas.workload.trace import VOCAB_SIZE, TraceRequest, tokens_of
 
 EXPECTED_HEADER = "x-kvatlas-expected-hit-tokens"
 WORKER_HEADER = "x-kvatlas-worker"
 CONNECT_S = 30.0  # as patient as users' clients: a full backlog takes SYNs up seconds later
-_DIGITS_MAX = 20  # of a count in a header: longer ones are none
 CLOSED_LOOP_MAX = 10_000  # requests of a closed loop: all of them wait at once
 _HEADERS = [(b"content-type", b"application/json")]
 
@@ -361,16 +360,13 @@ def _fault(answer: Answer) -> tuple[str, str]:
 
 
 def _answered(record: Record, answer: Answer, timing: Timing) -> Record:
-    details = answer.usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    expected = answer.headers.get(EXPECTED_HEADER, "")[:_DIGITS_MAX]
     worker = answer.headers.get(WORKER_HEADER)
     return msgspec.structs.replace(
         record,
         timing=timing,
         prompt_tokens=tokens(answer.usage.get("prompt_tokens")),
-        cached_tokens=tokens(cached),
-        expected_tokens=tokens(int(expected)) if expected.isdecimal() else None,
+        cached_tokens=cached_tokens(answer.usage),
+        expected_tokens=header_tokens(answer.headers.get(EXPECTED_HEADER, "")),
         worker=one_line(worker) if worker is not None else None,
     )
 

@@ -6,7 +6,8 @@ arrival and no task is woken per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -16,6 +17,7 @@ from kvatlas.service.http_client import Lease, ResponseError
 BODY_BYTES_MAX = 64 << 20  # of an answer that is not a stream
 EVENT_BYTES_MAX = 4 << 20  # of one unfinished event of a stream
 TOKENS_MAX = 1 << 48  # a count beyond it is none
+_DIGITS_MAX = 20  # of a count in a header: longer ones are none
 _SHOWN = 200  # bytes of an answer that an error shows
 
 
@@ -149,6 +151,18 @@ def tokens(value: object) -> int | None:
     """A count of tokens as an answer tells it; None where it is none."""
     known = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= TOKENS_MAX
     return value if known else None  # type: ignore[return-value]
+
+
+def header_tokens(text: str) -> int | None:
+    """Such a count as a header tells it; None where it is none, or has far too many digits."""
+    known = text.isdecimal() and len(text) <= _DIGITS_MAX
+    return tokens(int(text)) if known else None
+
+
+def cached_tokens(usage: Mapping[str, Any]) -> int | None:
+    """How much of the prompt was not computed, by an answer's usage; None where it does not say."""
+    details = usage.get("prompt_tokens_details")
+    return tokens(details.get("cached_tokens")) if isinstance(details, dict) else None
 
 
 def _opening(choice: _Choice) -> bool:

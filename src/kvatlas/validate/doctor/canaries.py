@@ -18,6 +18,8 @@ from kvatlas.service.assembly import RANK_HEADER
 from kvatlas.service.chat_messages import Dialect, Unkeyable
 from kvatlas.service.http import Headers
 from kvatlas.service.http_client import HttpClient, Origin
+from kvatlas.service.load import EXPECTED_HEADER, WORKER_HEADER
+from kvatlas.service.load_answer import cached_tokens, header_tokens, tokens
 from kvatlas.service.verify import CHAT, COMPLETION, questions_for, to_bytes
 
 ANSWER_TOKENS = 8
@@ -27,7 +29,6 @@ _TRIES = 6
 _LOOSE_WORDS = 600
 _WORD_TOKENS_MAX = 8  # no tokenizer makes more of one of the words below
 _BODY_BYTES_MAX = 4 << 20
-_DIGITS_MAX = 20  # of a count in a header: longer ones are none
 _WORDS = (
     *("river", "stone", "garden", "winter", "letter", "music", "paper", "table", "window"),
     *("orange", "copper", "silver", "forest", "meadow", "bridge", "candle", "harbor", "island"),
@@ -209,17 +210,15 @@ def _asked(answer: Any, headers: Mapping[str, str]) -> Asked:
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else choice.get("text")
     usage = usage if isinstance(usage, dict) else {}
-    details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    tokens, logprobs = _logprobs(choice.get("logprobs"))
+    words, logprobs = _logprobs(choice.get("logprobs"))
     return Asked(
-        prompt_tokens=_count(usage.get("prompt_tokens")),
-        cached_tokens=_count(cached),
-        expected_tokens=_count(_number(headers.get("x-kvatlas-expected-hit-tokens"))),
-        worker=headers.get("x-kvatlas-worker", ""),
+        prompt_tokens=_known(tokens(usage.get("prompt_tokens"))),
+        cached_tokens=_known(cached_tokens(usage)),
+        expected_tokens=_known(header_tokens(headers.get(EXPECTED_HEADER, ""))),
+        worker=headers.get(WORKER_HEADER, ""),
         prefilled_by=headers.get("x-kvatlas-prefilled-by", ""),
         text=text if isinstance(text, str) else "",
-        tokens=tokens,
+        tokens=words,
         logprobs=logprobs,
     )
 
@@ -237,9 +236,5 @@ def _logprobs(found: Any) -> tuple[tuple[str, ...], tuple[float, ...]]:
     return tuple(token for token, _ in rows), tuple(value for _, value in rows)
 
 
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else -1
-
-
-def _number(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() and len(text) <= _DIGITS_MAX else -1
+def _known(count: int | None) -> int:
+    return -1 if count is None else count

@@ -17,7 +17,7 @@ from kvatlas.report.latency import Report
 from kvatlas.service.http import Headers
 from kvatlas.service.http_client import HttpClient, HttpError, Lease, origin_of
 from kvatlas.service.load import EXPECTED_HEADER, WORKER_HEADER, LoadPlan, run_load
-from kvatlas.service.load_answer import Answer, tokens
+from kvatlas.service.load_answer import Answer, cached_tokens, header_tokens, tokens
 from kvatlas.validate.stages.facts import Reply, RequestSet
 from kvatlas.validate.stages.stagefile import Requests
 from kvatlas.validate.stages.values import Missing, excerpt
@@ -27,7 +27,6 @@ _PREFILLED_HEADER = "x-kvatlas-prefilled-by"
 _FALLBACK_HEADER = "x-kvatlas-fallback"
 _BLOCK_TOKENS = 128  # of the ids that prompts are made of
 _ID_BITS = 62
-_DIGITS_MAX = 20  # of a count in a header: longer ones are none
 
 
 class Prompts:
@@ -159,22 +158,19 @@ class Asker:
 
 def _reply(index: int, name: str, answer: Answer, body: bytes, began: float) -> Reply:
     whole = answer.status == 200 and answer.done and not answer.error
-    details = answer.usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    expected = answer.headers.get(EXPECTED_HEADER, "")[:_DIGITS_MAX]
     return Reply(
         index,
         200 if whole else answer.status if answer.status != 200 else 0,
         words_of(body) if whole else "",
         name,
         prompt_tokens=tokens(answer.usage.get("prompt_tokens")) or 0,
-        cached_tokens=tokens(cached),
+        cached_tokens=cached_tokens(answer.usage),
         seconds=time.monotonic() - began,
         ttft_s=answer.times[0] - began if answer.times else None,
         worker=answer.headers.get(WORKER_HEADER, ""),
         prefilled_by=answer.headers.get(_PREFILLED_HEADER, ""),
         fallback=answer.headers.get(_FALLBACK_HEADER, ""),
-        expected_tokens=tokens(int(expected)) if expected.isdecimal() else None,
+        expected_tokens=header_tokens(answer.headers.get(EXPECTED_HEADER, "")),
         error="" if whole else excerpt(answer.error or body.decode("utf-8", "replace")),
     )
 
