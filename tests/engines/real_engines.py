@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,17 @@ def cached_tokens(answer: Any) -> int:
     """What the engine says that it found in its cache."""
     details = answer["usage"].get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)
+
+
+@contextmanager
+def running(engines: Mapping[str, VllmEngine]) -> Iterator[None]:
+    """All of them, started at once; ended in any case."""
+    try:
+        for engine in engines.values():
+            engine.start()
+        for engine in engines.values():
+            engine.wait_ready(READY_S)
+        yield
+    finally:
+        for engine in engines.values():
+            engine.stop()

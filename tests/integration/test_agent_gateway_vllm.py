@@ -19,7 +19,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scenarios"))
 from harness import Held, Product
-from real_engines import MODEL, READY_S, complete, post, tiny_model, vllm_engine
+from real_engines import MODEL, complete, post, running, tiny_model, vllm_engine
 from stores_kit import start_valkey
 
 import kvatlas
@@ -84,16 +84,10 @@ def engines(
     folder = tmp_path_factory.mktemp("engines")
     args = ("--kv-transfer-config", json.dumps(connector))
     found = {name: vllm_engine(folder, name=name, args=args) for name in ("a", "b")}
-    try:
-        for engine in found.values():
-            engine.env["PYTHONPATH"] = str(Path(kvatlas.__file__).parents[1])
-            engine.start()
-        for engine in found.values():
-            engine.wait_ready(READY_S)
+    for engine in found.values():
+        engine.env["PYTHONPATH"] = str(Path(kvatlas.__file__).parents[1])
+    with running(found):
         yield found
-    finally:
-        for engine in found.values():
-            engine.stop()
 
 
 @pytest.fixture

@@ -311,20 +311,24 @@ async def test_what_is_being_read_is_not_evicted(node: Node) -> None:
     node.whole()
 
 
+def writing_through(folder: Path) -> Settings:
+    """Of an agent that writes each unit to its disk at once."""
+    return Settings(
+        folder / "a",
+        8 << 20,
+        folder / "disk",
+        32 << 20,
+        prefill_tokens_per_s=SLOW,
+        secret=b"s" * 32,
+        agent=words.Config(write_through=(Tier.DISK,)),
+    )
+
+
 async def test_what_a_disk_takes_too_late_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody would know of it: its room would be lost until the next start."""
-    through = words.Config(write_through=(Tier.DISK,))
-    settings = Settings(
-        tmp_path / "a",
-        8 << 20,
-        tmp_path / "disk",
-        32 << 20,
-        prefill_tokens_per_s=SLOW,
-        secret=b"s" * 32,
-        agent=through,
-    )
+    settings = writing_through(tmp_path)
     async with NodeAgent(settings) as agent:
         serving = asyncio.get_running_loop().create_task(agent.serve())
         monkeypatch.setattr(agent_copies, "QUEUE_S", 0.0)
@@ -344,16 +348,7 @@ async def test_what_a_disk_takes_too_late_is_not_written(
 
 
 async def test_what_is_written_for_who_gave_up_goes_again(tmp_path: Path) -> None:
-    through = words.Config(write_through=(Tier.DISK,))
-    settings = Settings(
-        tmp_path / "a",
-        8 << 20,
-        tmp_path / "disk",
-        32 << 20,
-        prefill_tokens_per_s=SLOW,
-        secret=b"s" * 32,
-        agent=through,
-    )
+    settings = writing_through(tmp_path)
     async with NodeAgent(settings) as agent:
         serving = asyncio.get_running_loop().create_task(agent.serve())
         order, disk, hung = agent.driver.copies._order, agent._disk, threading.Event()

@@ -18,7 +18,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scenarios"))
 from harness import COMPLETION, Answer, Product
-from real_engines import MODEL, READY_S, complete, post, require, tiny_model
+from real_engines import MODEL, complete, post, require, running, tiny_model
 
 from kvatlas.config import TokenizerConfig, WorkerConfig
 from kvatlas.connectors.child import free_ports
@@ -58,15 +58,8 @@ def half(folder: Path, name: str) -> VllmEngine:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmEngine]]:
     folder = tmp_path_factory.mktemp("pair")
     found = {name: half(folder, name) for name in ROLES}
-    try:
-        for engine in found.values():
-            engine.start()
-        for engine in found.values():
-            engine.wait_ready(READY_S)
+    with running(found):
         yield found
-    finally:
-        for engine in found.values():
-            engine.stop()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scenarios"))
 from harness import CHAT, Answer, Product
-from real_engines import MODEL, READY_S, tiny_model, vllm_engine
+from real_engines import MODEL, READY_S, running, tiny_model, vllm_engine
 
 from kvatlas.config import RouterConfig, TokenizerConfig, WorkerConfig
 from kvatlas.connectors.vllm_cpu import VllmEngine
@@ -28,15 +28,8 @@ SYSTEMS = [f"You answer briefly, and you are number {n}. " * 8 for n in range(2)
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmEngine]]:
     directory = tmp_path_factory.mktemp("engines")
     found = {name: vllm_engine(directory, name=name) for name in ("a", "b")}
-    try:
-        for engine in found.values():
-            engine.start()
-        for engine in found.values():
-            engine.wait_ready(READY_S)
+    with running(found):
         yield found
-    finally:
-        for engine in found.values():
-            engine.stop()
 
 
 @pytest.fixture
