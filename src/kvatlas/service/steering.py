@@ -435,14 +435,14 @@ def _priced(rank: Rank, plan: Plan, half: Half) -> Target:
 
 
 def _not_taken(decision: Decision, refusal: Refusal) -> RequestError:
+    after_s = math.ceil(refusal.retry_after_s)
     if refusal.reason == "in_flight_max":
         text = "as many requests are in flight as may be (admission.in_flight_max)"
-        return RequestError(text, status=503, code="in_flight_max")
+        return RequestError(text, status=503, code="in_flight_max", retry_after_s=after_s)
     text = (
         f"no engine is predicted to give the first token within {decision.ttft_slo_s:.3g} s: the "
         f"soonest, {refusal.soonest}, after {refusal.ttft_s:.3g} s, for others wait there"
     )
-    after_s = math.ceil(refusal.retry_after_s)
     return RequestError(text, status=429, code="slo_unreachable", retry_after_s=after_s)
 
 
