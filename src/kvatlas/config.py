@@ -52,6 +52,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine_idle_timeout_s: Seconds = 600.0
     # The prefill half of a pair answers nothing until it is done; then one engine does it all.
     prefill_timeout_s: Seconds = 120.0
+    # An engine that answers nothing for this long, several looks in a row, gets no requests.
+    health_timeout_s: Seconds = 2.0
     drain_timeout_s: Seconds = 30.0
     # Of a request that does not name its own by header. 0: none.
     ttft_slo_s: SecondsOrNone = 0.0

@@ -30,7 +30,7 @@ def played(upto: str, out: Path) -> dict[str, Result]:
 def open_points(result: Result) -> dict[str, str]:
     good = ("pass", "not applicable")
     return {
-        v.point: f"{v.status}: {v.reason}"
+        v.point: f"{v.status}: {v.reason} {v.evidence}"
         for v in result.verdicts
         if v.status not in good and v.point not in BY_TIME
     }

@@ -21,6 +21,8 @@ BASELINE = "round_robin"
 OURS = "price"
 REQUEST_ID_HEADER = "x-request-id"
 
+_LATE_S = 10.0  # engines, gateway and clients share a few cores: late is not gone
+
 
 class Engines(msgspec.Struct, frozen=True):
     """Running engines of one model: ``urls`` by worker name. ``tokenizer`` is the model's
@@ -145,6 +147,7 @@ class Stage:
         lines = [
             "[gateway]",
             f"port = {port}",
+            f"health_timeout_s = {_LATE_S:g}",
             "[router]",
             f'policy = "{policy}"',
             f"prefill_tokens_per_s = {self._prefill_tokens_per_s:.1f}",

@@ -64,14 +64,15 @@ class Assembly:
         self,
         config: Config,
         *,
-        timing: Timing = TIMING,
+        timing: Timing | None = None,
         feed_limits: sequence.Limits = sequence.LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock`` times the decisions. Raises ConfigError for a secret, a tokenizer, a layout,
-        proofs or a device that cannot be used."""
+        """``clock`` times the decisions; ``timing``: instead of the file's. Raises ConfigError for
+        a secret, a tokenizer, a layout, proofs or a device that cannot be used."""
         self.config = config
-        self._timing = timing
+        health_s = config.gateway.health_timeout_s
+        self.timing = timing or msgspec.structs.replace(TIMING, timeout_s=health_s)
         self._feed_limits = feed_limits
         limits = Limits(
             holders_max=config.directory.blocks_max,
@@ -111,7 +112,7 @@ class Assembly:
         self.steering.health_notes.append(self._notes)
         self.inspector = Inspector(self.steering, self.directory)
         self.ahead = CopiesAhead(config.ahead, self.dispatcher, keyring, self.client, clock)
-        self.transports = TransportWatch(self.steering.transports, timing)
+        self.transports = TransportWatch(self.steering.transports, self.timing)
         self.layout_errors: dict[str, str] = {}
         self.members: dict[str, Member] = {}  # worker → what it computes with
         self.feed: Feed
@@ -124,7 +125,7 @@ class Assembly:
         """Begin to watch the engines, and wait a moment for the first answers."""
         self.steering.draining = _draining(self.config)
         self.feed = Feed(self.dispatcher, limits=self._feed_limits)
-        self.engines = Engines(self.feed, self, self.client, self._timing)
+        self.engines = Engines(self.feed, self, self.client, self.timing)
         for worker in self.config.worker:
             self.engines.add(worker)
         self.agents = Agents(
@@ -132,7 +133,7 @@ class Assembly:
             self.client,
             tell=self.steering.tell,
             ranks=self._ranks,
-            timing=self._timing,
+            timing=self.timing,
         )
         self.ahead.agents = self.agents
         await self.agents.take(self.config.agent)
@@ -229,7 +230,7 @@ class Assembly:
         while True:
             self._copy_state()
             self.dispatcher.handle(Sweep(50_000), self._clock())
-            await asyncio.sleep(self._timing.poll_s / 2)
+            await asyncio.sleep(self.timing.poll_s / 2)
 
     def _copy_state(self) -> None:
         """Health, load and transfers as polled, to the router."""
@@ -285,7 +286,7 @@ class Assembly:
     async def _verify_soon(self) -> None:
         assert self.tokenizer is not None
         while not self.engines.up():  # noqa: ASYNC110 - `described` comes just before `up`
-            await asyncio.sleep(self._timing.poll_s / 2)
+            await asyncio.sleep(self.timing.poll_s / 2)
         for name in self.steering.names()[:1]:
             began = time.monotonic()
             count = await self.tokenizer.verify(name)
