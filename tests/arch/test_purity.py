@@ -15,7 +15,7 @@ from house import PACKAGE, modules, parsed, shown
 ALLOWED = {
     *("__future__", "abc", "array", "bisect", "collections", "dataclasses", "enum", "functools"),
     *("hashlib", "heapq", "hmac", "itertools", "math", "msgspec", "operator", "re", "struct"),
-    *("typing", "zlib"),
+    *("typing", "unicodedata", "zlib"),
 }
 #: Built-ins that read the world, or that differ from one process to the next.
 BANNED_CALLS = {"open", "input", "print", "exec", "eval", "__import__", "hash", "id"}

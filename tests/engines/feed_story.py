@@ -123,8 +123,8 @@ async def conversation(story: Story) -> None:
     salted = story.prompt(100)
     await story.ask(salted, salt="tenant-a")
     assert story.expected(salted) == 0
-    assert story.expected(salted, Scope("tenant", "tenant-b")) == 0
-    assert story.expected(salted, Scope("tenant", "tenant-a")) > 0
+    assert story.expected(salted, tenant_scope("tenant-b")) == 0
+    assert story.expected(salted, tenant_scope("tenant-a")) > 0
     await story.ask(salted, salt="tenant-a")
     await story.ask(salted)
     status = story.status

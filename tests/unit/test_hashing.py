@@ -61,4 +61,4 @@ def test_keys_do_not_depend_on_the_processor(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_no_name_is_no_tenant() -> None:
     assert tenant_scope("") == PUBLIC
-    assert tenant_scope("a") == Scope("tenant", "a") != tenant_scope("b")
+    assert tenant_scope("a") == Scope("salt", "a") != tenant_scope("b")

@@ -57,7 +57,8 @@ class Fingerprint(msgspec.Struct, frozen=True, omit_defaults=False):
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """Who may share: ``kind`` is public, tenant or session; ``id`` names the tenant or session."""
+    """Who may share: ``kind`` is public, tenant, session (`core.tenancy` says which) or salt: all
+    who send one cache salt that proves nothing. ``id`` names it."""
 
     kind: str = "public"
     id: str = ""
@@ -67,8 +68,9 @@ PUBLIC = Scope()
 
 
 def tenant_scope(name: str) -> Scope:
-    """The scope of the tenant of that name (to an engine: the cache salt); "" is public."""
-    return Scope("tenant", name) if name else PUBLIC
+    """The scope of whoever sends that text as the cache salt; "" is public. Its kind is its own:
+    no text that a client chooses is the scope of a tenant who proved to be one."""
+    return Scope("salt", name) if name else PUBLIC
 
 
 class Keyring:
@@ -87,6 +89,12 @@ class Keyring:
         return hmac.new(self._secret, b"root\0" + fingerprint + label, "sha256").digest()[
             :KEY_BYTES
         ]
+
+    def turned(self, parent: bytes, scope: Scope) -> bytes:
+        """Where a chain that all may share turns into one of ``scope``: what follows ``parent``
+        there is chained to this."""
+        label = msgspec.json.encode([scope.kind, scope.id])
+        return hmac.new(self._secret, b"turn\0" + parent + label, "sha256").digest()[:KEY_BYTES]
 
     def proof(self, message: bytes) -> bytes:
         """32 bytes that only who has the secret can make of ``message``."""

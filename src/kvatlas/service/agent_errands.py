@@ -16,7 +16,7 @@ import msgspec
 from kvatlas.core import agent_values as words
 from kvatlas.core.agent import Agent
 from kvatlas.core.compat import Member
-from kvatlas.core.keys import KEY_BYTES, PUBLIC, Keyring, Scope
+from kvatlas.core.keys import KEY_BYTES, Keyring, tenant_scope
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Part, name_of
 from kvatlas.errors import EngineError
@@ -257,7 +257,7 @@ class Errands:
             raise EngineError("either tokens or keys say which prompt, not both")
         keys = list(asked.keys)
         if asked.tokens:
-            scope = Scope("tenant", asked.scope) if asked.scope else PUBLIC
+            scope = tenant_scope(asked.scope)
             root = self._ring.root(member.fingerprint.digest(), scope, asked.adapter)
             prompt = Prompt(self._ring, root, member.layout.grid_tokens, asked.scope)
             prompt.extend(asked.tokens)
