@@ -5,11 +5,14 @@ credentials it has checked; engines carry it as they carry any salt, and agents 
 part but the gateway needs a list of tenants, and none but the gateway ever sees a name.
 
 Up to `TenantSalt.public_tokens` a prompt is what an operator has named public: its blocks there
-are everybody's, those behind are of the tenant, or of one session of it, alone.
+are everybody's, those behind are of the tenant, or of one session of it, alone. The salt binds the
+very tokens: where an engine computes other ones than the gateway took the prompt to be, nothing of
+it is public.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import re
 import unicodedata
@@ -19,15 +22,17 @@ import msgspec
 from kvatlas.core.keys import PUBLIC, Keyring, Scope, tenant_scope
 
 NAME_CHARS_MAX = 128
-EPOCH_MAX = (1 << 63) - 1
-PUBLIC_TOKENS_MAX = (1 << 31) - 1
+EPOCH_MAX = (1 << 53) - 1
+PUBLIC_TOKENS_MAX = 99_999_999
+SALT_CHARS_MAX = 128  # vLLM 0.32 takes no longer one
 _TAG_CHARS = 24
 _MAC_CHARS = 32
+_MARK_CHARS = 12
 _PERIODS = 1 << 32
 _NO_SESSION = "-"
 _SALT = re.compile(
-    r"kva1\.([0-9a-f]{24})\.(0|[1-9][0-9]{0,18})\.([0-9a-f]{24}|-)\.(0|[1-9][0-9]{0,9})"
-    r"\.([0-9a-f]{32})",
+    r"kva1\.([0-9a-f]{24})\.(0|[1-9][0-9]{0,15})\.([0-9a-f]{24}|-)"
+    r"\.(?:0|([1-9][0-9]{0,7})-([0-9a-f]{12}))\.([0-9a-f]{32})",
     re.ASCII,
 )
 #: By path: these and whatever normal forms make of others. By sight: what only looks like them.
@@ -36,12 +41,14 @@ _HIDDEN = ("C", "Zl", "Zp")  # control, format, private, unassigned; line and pa
 
 
 class TenantSalt(msgspec.Struct, frozen=True):
-    """What a salt says. ``tag`` and ``session`` are tags, not names; "" for no session."""
+    """What a salt says. ``tag`` and ``session`` are tags, not names; "" for no session.
+    ``public_mark``: which tokens the public ones are (`mark_of`); "" where none are."""
 
     tag: str
     epoch: int
     session: str = ""
     public_tokens: int = 0
+    public_mark: str = ""
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -50,7 +57,28 @@ class Sharing(msgspec.Struct, frozen=True):
 
     scope: Scope = PUBLIC
     public_tokens: int = 0
+    public_mark: str = ""
     tenant: str = ""
+
+    def in_engine(self) -> Sharing:
+        """The same in the memory of an engine that hashes the salt into a prompt's first block:
+        whose salts differ share nothing there, not even what is public."""
+        if not self.public_tokens:
+            return self
+        scope = Scope(self.scope.kind, f"{self.scope.id}/{self.public_tokens}-{self.public_mark}")
+        return Sharing(scope, tenant=self.tenant)
+
+    def of(self, ring: Keyring, tokens: bytes | memoryview) -> Sharing:
+        """The same for the ``tokens`` that an engine really computes: what its salt calls public
+        is public only where they begin with it."""
+        size = 4 * self.public_tokens
+        data = memoryview(tokens).cast("B")
+        if not size or (
+            len(data) >= size
+            and hmac.compare_digest(mark_of(ring, prefix_digest(data[:size])), self.public_mark)
+        ):
+            return self
+        return Sharing(self.scope, tenant=self.tenant)
 
 
 EVERYBODY = Sharing()
@@ -101,9 +129,27 @@ def epoch_at(epoch: int, rotation_s: float, now: float) -> int:
     return epoch * _PERIODS + period
 
 
+def prefix_digest(tokens: bytes | memoryview) -> bytes:
+    """What a policy knows public tokens by (uint32, little endian): 32 bytes, without a secret."""
+    digest = start_of_digest()
+    digest.update(tokens)
+    return digest.digest()
+
+
+def start_of_digest() -> hashlib._Hash:
+    """The same, to be fed piece by piece."""
+    return hashlib.sha256(b"kvatlas.prefix.1\0")
+
+
+def mark_of(ring: Keyring, digest: bytes) -> str:
+    """What a salt says of the public tokens with that `prefix_digest`."""
+    return ring.proof(b"public\0" + digest).hex()[:_MARK_CHARS]
+
+
 def salt_of(ring: Keyring, salt: TenantSalt) -> str:
     """The cache salt that says so and proves it. Raises ValueError for what none can say."""
-    said = f"kva1.{salt.tag}.{salt.epoch}.{salt.session or _NO_SESSION}.{salt.public_tokens}"
+    public = f"{salt.public_tokens}-{salt.public_mark}" if salt.public_tokens else "0"
+    said = f"kva1.{salt.tag}.{salt.epoch}.{salt.session or _NO_SESSION}.{public}"
     text = f"{said}.{_mac(ring, said)}"
     if read_salt(ring, text) != salt:
         raise ValueError(f"no salt can say {salt}")
@@ -116,13 +162,13 @@ def read_salt(ring: Keyring, text: str) -> TenantSalt | None:
     if found is None:
         return None
     said = text[: -_MAC_CHARS - 1]
-    if not hmac.compare_digest(_mac(ring, said), found[5]):
+    if not hmac.compare_digest(_mac(ring, said), found[6]):
         return None
-    epoch, public_tokens = int(found[2]), int(found[4])
-    if epoch > EPOCH_MAX or public_tokens > PUBLIC_TOKENS_MAX:
-        return None
+    epoch = int(found[2])
     session = "" if found[3] == _NO_SESSION else found[3]
-    return TenantSalt(found[1], epoch, session, public_tokens)
+    if epoch > EPOCH_MAX:
+        return None
+    return TenantSalt(found[1], epoch, session, int(found[4] or 0), found[5] or "")
 
 
 def scope_of(salt: TenantSalt) -> Scope:
@@ -137,7 +183,7 @@ def sharing_of(ring: Keyring, text: str) -> Sharing:
     salt = read_salt(ring, text)
     if salt is None:
         return Sharing(tenant_scope(text))
-    return Sharing(scope_of(salt), salt.public_tokens, salt.tag)
+    return Sharing(scope_of(salt), salt.public_tokens, salt.public_mark, salt.tag)
 
 
 class Chain:
