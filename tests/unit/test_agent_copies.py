@@ -6,7 +6,7 @@ import pytest
 from agent_kit import GRID, Driver, keys_of, window_layout
 
 from kvatlas.core.agent import Agent
-from kvatlas.core.agent_values import Config, Done, Fetch, Forget, Keep, Load, Lose, Push, Release
+from kvatlas.core.agent_values import Config, Done, Fetch, Forget, Load, Lose, Push
 from kvatlas.core.events import UnitsGone, UnitsHeld
 from kvatlas.core.policy.lru import Lru
 from kvatlas.core.records import Tier
@@ -93,14 +93,18 @@ def test_nothing_is_copied_to_where_the_old_one_is_deleted_and_still_read() -> N
     node.fill(keys, tenant="t")
     node.do(Push("a", keys, Tier.DISK, "t"))
     node.do(Lose(Tier.DRAM))
-    node.do(Keep("reader", keys, 50.0))  # on disk alone
+    node.hold = True
+    node.do(Fetch(node.ask(keys), 3 * GRID))  # from disk alone
+    (reads,) = node.open
     node.do(Forget("t"))
     assert len(node.tiers[Tier.DISK]) == 3
     node.fill(keys, tenant="t")
-    node.hold = True
+    (saves,) = node.open.keys() - {reads}
+    node.end(saves)
     node.do(Push("a", keys, Tier.DISK, "t"))
-    assert not node.open
-    node.do(Release("reader"))
+    assert node.open.keys() == {reads}
+    node.end(reads)
     assert not node.tiers[Tier.DISK]
+    assert node.ready.pop("q") == 0  # what was forgotten arrives nowhere
     node.do(Push("a", keys, Tier.DISK, "t"))
     assert len(node.open) == 1

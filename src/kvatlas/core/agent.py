@@ -21,6 +21,7 @@ import msgspec
 
 from kvatlas.core.agent_drain import Drained
 from kvatlas.core.agent_ends import Ends
+from kvatlas.core.agent_forget import forget, stored, under_way
 from kvatlas.core.agent_saves import Saves
 from kvatlas.core.agent_state import decoded, encoded, fill
 from kvatlas.core.agent_values import (
@@ -94,6 +95,8 @@ class Agent:
         match event:
             case Filled() if self._node.draining:
                 self._node.counts["save_draining"] += 1
+            case Filled() if self._node.floors.forgotten(event.tenant):
+                self._node.counts["forgotten"] += 1
             case Filled(worker, _, keys):
                 self._saves.filled(event)
                 self._ends.again(worker, keys, event.tenant)
@@ -275,6 +278,9 @@ class Agent:
         node = self._node
         busy = node.operations.running[Kind.LOAD] >= node.config.loads_max
         until = node.now + min(node.config.load_s, max(asked.deadline_s, 0.0))
+        if node.floors.forgotten(asked.tenant):
+            node.counts["forgotten"] += 1
+            sources = ()
         leases = None
         if sources and not busy:
             # A read that is given up may still go on for as long as the grace.
@@ -337,9 +343,8 @@ class Agent:
             case Drain():
                 node.draining = True
                 self._saves.forget_all()
-            case Forget(tenant):
-                self._saves.forget_tenant(tenant)
-                self._ends.forget_tenant(tenant)
+            case Forget():
+                forget(node, self._saves, self._ends, event)
 
     def _lease_all(
         self, owner: str, names: Iterable[bytes], until: float, tiers: Iterable[Tier]
@@ -377,6 +382,19 @@ class Agent:
         return reach.sources(reach.positions[-1]) if reach.positions else ()
 
     # -- the whole ------------------------------------------------------------------------------
+
+    def forgetting(self, event: Forget) -> int:
+        """Operations that touch what is meant, and have not ended: then nothing of it arrives."""
+        return under_way(self._node, event)
+
+    def forgotten(self, owner: str) -> bool:
+        """Whether nothing of this owner may be used. Changes nothing."""
+        return self._node.floors.forgotten(owner)
+
+    def stored(self, event: Forget) -> frozenset[bytes]:
+        """Of what is meant, the names that this node knows to be in the store: those that it put
+        there. To be asked before it forgets."""
+        return stored(self._node, event)
 
     def under_way(self, owner: str) -> int:
         """Copies that were asked for ahead of time by ``owner`` and have not ended."""

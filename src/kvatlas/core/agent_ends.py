@@ -7,7 +7,7 @@ when every body before it can be read, and then only once its record is written.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -248,6 +248,9 @@ class Ends:
         own, known = target in node.inventory.ledgers, node.inventory.known.get(target)
         if source.tier is target or not (own or known is not None):
             return None
+        if node.floors.forgotten(tenant):
+            node.counts["forgotten"] += 1
+            return None
         if target in node.paths.resting:
             node.counts["write_rests"] += 1
             return None
@@ -298,7 +301,7 @@ class Ends:
                 kept.append(unit)
         if kept:
             self._learn_speed(operation)
-        node.seal(tier, [unit.name for unit in points if unit in kept])
+        node.seal(tier, [unit.name for unit in points if unit in kept], operation.tenant)
         for further in node.config.write_through:
             if kept and further is not tier:
                 self.write(Source(tier, tuple(kept)), further, operation.tenant)
@@ -319,7 +322,7 @@ class Ends:
                     points.append(unit.name)
                 if operation.kind is Kind.PROMOTE and node.config.exclusive:
                     node.drop(source.tier, unit.name)
-        node.seal(tier, points)
+        node.seal(tier, points, operation.tenant)
         if operation.kind is Kind.DEMOTE:
             for unit in source.units:
                 node.let_go(source.tier, unit.name)
@@ -334,7 +337,7 @@ class Ends:
             elif tier in node.inventory.ledgers:
                 node.inventory.seal(tier, unit.name)
             else:
-                node.inventory.know(tier, unit.name, "", ours=True)
+                node.inventory.know(tier, unit.name, "", ours=True, owner=operation.tenant)
 
     # -- what is learnt otherwise ---------------------------------------------------------------
 
@@ -384,6 +387,9 @@ class Ends:
             if point and unit.key not in sealed:
                 garbage.append(unit.name)
                 continue
+            if node.floors.forgotten(event.tenant):
+                garbage.append(unit.name)
+                continue
             facts = Facts(unit.size_bytes, None, unit.index)
             made = node.inventory.ledgers[event.tier].reserve(
                 unit.name, facts, node.now, tenant=event.tenant
@@ -400,13 +406,7 @@ class Ends:
             node.counts["found_unusable"] += len(garbage)
             node.free(event.tier, tuple(garbage))
 
-    def forget_tenant(self, tenant: str) -> None:
-        """Delete all of a tenant, and what is on its way for it."""
-        node = self._node
-        for operation in node.operations:
-            if operation.tenant == tenant and operation.kind is not Kind.LOAD:
-                operation.void = True
-                node.stop(operation)
-        for tier, ledger in node.inventory.ledgers.items():
-            for entry in [e for e in ledger.entries() if e.tenant == tenant]:
-                node.drop(tier, name_in(entry))
+    def forget_owners(self, meant: Callable[[str], bool]) -> None:
+        """Nothing of some owners waits any more."""
+        for name in [n for n, later in self._later.items() if meant(later.tenant)]:
+            del self._later[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -193,9 +193,9 @@ class Saves:
         self._node.counts["save_draining"] += len(self._waiting)
         self._waiting.clear()
 
-    def forget_tenant(self, tenant: str) -> None:
-        """Nothing of a tenant is to be saved."""
-        for wish in [w for w in self._waiting.values() if w.tenant == tenant]:
+    def forget_owners(self, meant: Callable[[str], bool]) -> None:
+        """Nothing of some owners is to be saved."""
+        for wish in [w for w in self._waiting.values() if meant(w.tenant)]:
             del self._waiting[wish.number]
 
     # -- out ------------------------------------------------------------------------------------

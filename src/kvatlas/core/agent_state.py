@@ -7,6 +7,7 @@ import msgspec
 from kvatlas.core.agent_ends import Ends, Later
 from kvatlas.core.agent_saves import Saves, Wish
 from kvatlas.core.agent_values import Attach, Kind
+from kvatlas.core.forgetting import Floor
 from kvatlas.core.node import Node
 from kvatlas.core.operations import Operation
 from kvatlas.core.records import Tier
@@ -30,6 +31,8 @@ class State(msgspec.Struct, frozen=True):
     moved: list[tuple[Kind, Tier, int]]
     now: float
     draining: bool = False
+    owners: list[tuple[bytes, str]] = []
+    floors: tuple[Floor, ...] = ()
 
 
 def encoded(node: Node, saves: Saves, ends: Ends) -> bytes:
@@ -51,6 +54,8 @@ def encoded(node: Node, saves: Saves, ends: Ends) -> bytes:
             moved=sorted((kind, tier, size) for (kind, tier), size in node.moved.items()),
             now=node.now,
             draining=node.draining,
+            owners=sorted(inventory.owners.items()),
+            floors=node.floors.all(),
         )
     )
 
@@ -87,3 +92,6 @@ def fill(node: Node, saves: Saves, ends: Ends, state: State) -> None:
         node.moved[kind, tier] = size_bytes
     node.now = state.now
     node.draining = state.draining
+    inventory.owners = dict(state.owners)
+    for floor in state.floors:
+        node.floors.put(floor)

@@ -12,6 +12,7 @@ import math
 import msgspec
 
 from kvatlas.core.events import Event
+from kvatlas.core.forgetting import Floor
 from kvatlas.core.layout import Layout
 from kvatlas.core.policy.checkpoints import Spacing
 from kvatlas.core.records import Tier
@@ -292,9 +293,12 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
-    """Delete all of a tenant."""
+    """Delete all of an owner, all that ``floor`` means, and these ``names``; nothing of it that is
+    under way arrives. A floor stays: what comes later of what it means is refused."""
 
-    tenant: str
+    tenant: str = ""
+    floor: Floor | None = None
+    names: frozenset[bytes] = frozenset()
 
 
 Input = (

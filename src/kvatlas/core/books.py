@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvatlas.core.forgetting import payer_of
 from kvatlas.core.ledger_values import Entry
 from kvatlas.core.policy.base import Key
 
@@ -27,13 +28,13 @@ class Books:
     def reserve(self, tenant: str, size_bytes: int) -> None:
         """Room that is given (or taken back, where negative)."""
         self.reserved += size_bytes
-        _add(self.tenants, tenant, size_bytes)
+        _add(self.tenants, payer_of(tenant), size_bytes)
 
     def put(self, entry: Entry) -> None:
         """A new entry."""
         self.entries[entry.key] = entry
         self.committed += entry.facts.size_bytes
-        _add(self.tenants, entry.tenant, entry.facts.size_bytes)
+        _add(self.tenants, payer_of(entry.tenant), entry.facts.size_bytes)
         self._tally(entry, 1)
 
     def remove(self, entry: Entry) -> None:
@@ -41,7 +42,7 @@ class Books:
         self._tally(entry, -1)
         del self.entries[entry.key]
         self.committed -= entry.facts.size_bytes
-        _add(self.tenants, entry.tenant, -entry.facts.size_bytes)
+        _add(self.tenants, payer_of(entry.tenant), -entry.facts.size_bytes)
 
     def change(
         self,
@@ -73,7 +74,7 @@ class Books:
                 self.doomed += size_bytes
             else:
                 self.leaving += size_bytes
-            _add(self.coming, entry.tenant, size_bytes)
+            _add(self.coming, payer_of(entry.tenant), size_bytes)
         elif entry.pins or entry.leases:
             self.in_use += size_bytes
 

@@ -95,6 +95,7 @@ class Inventory:
         self.known: dict[Tier, OrderedDict[bytes, str]] = {
             tier: OrderedDict() for tier in (Tier.OBJECT, Tier.PEER)
         }
+        self.owners: dict[bytes, str] = {}  # of what we put into the store, where it has one
         self.lost: set[bytes] = set()  # by the store, and still in an own tier when that was told
         self._known_max = known_max
         self._counts = counts
@@ -185,8 +186,8 @@ class Inventory:
         self.sealed[tier].discard(name)
         self._said[tier, name] = False
 
-    def know(self, tier: Tier, name: bytes, node: str, *, ours: bool) -> None:
-        """A shared tier has it. ``ours``: we put it there, and say so."""
+    def know(self, tier: Tier, name: bytes, node: str, *, ours: bool, owner: str = "") -> None:
+        """A shared tier has it. ``ours``: we put it there, for ``owner``, and say so."""
         known = self.known[tier]
         known[name] = node
         known.move_to_end(name)
@@ -194,14 +195,18 @@ class Inventory:
             self.lost.discard(name)
         if ours:
             self._said[tier, name] = True
+            if owner:
+                self.owners[name] = owner
         if len(known) > self._known_max:
-            known.popitem(last=False)
+            self.owners.pop(known.popitem(last=False)[0], None)
             self._counts["known_forgotten"] += 1
 
     def unknow(self, tier: Tier, name: bytes, node: str, *, ours: bool) -> None:
         """A shared tier (the peer ``node``) has it no more. ``ours``: we found that out."""
         if self.known[tier].get(name) == node:
             del self.known[tier][name]
+            if tier is Tier.OBJECT:
+                self.owners.pop(name, None)
             if ours and tier is Tier.OBJECT:
                 self._said[tier, name] = False
 

@@ -19,12 +19,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
 from kvatlas.core.books import Books
 from kvatlas.core.deadlines import Deadlines
+from kvatlas.core.forgetting import payer_of
 from kvatlas.core.ledger_values import (
     Entry,
     Gone,
@@ -266,12 +267,14 @@ class Ledger:
             short = max(need_bytes - self.free_bytes - coming, self.over_bytes())
             may_go: Callable[[Key], bool] = self._may_go
         else:
+            tenant = payer_of(tenant)
             quota = self.limits.quota_bytes(tenant)
             mine = self._books.tenants.get(tenant, 0) - self._books.coming.get(tenant, 0)
             short = 0 if quota is None else mine + need_bytes - quota
 
             def may_go(key: Key) -> bool:
-                return self._books.entries[key].tenant == tenant and self._may_go(key)
+                whose = self._books.entries[key].tenant
+                return payer_of(whose) == tenant and self._may_go(key)
 
         if short <= 0:
             return []
@@ -329,6 +332,12 @@ class Ledger:
         ended = [r.number for r in self._reservations.values() if r.owner == owner]
         entries = tuple(e for e in freed if e is not None)
         return Gone(entries, tuple(self.abort(number) for number in ended), len(leases))
+
+    def revoke(self, keys: Collection[Key]) -> list[Entry]:
+        """End the leases on these that somebody has by name; those of operations end with them.
+        Returns entries of which that was all that kept them."""
+        numbers = [x.number for x in self._leases.values() if x.owner and x.key in keys]
+        return [e for e in map(self.end_lease, numbers) if e is not None]
 
     def tick(self, now: float) -> Gone:
         """Take back what is past its deadline: rooms of writers, leases, entries."""
@@ -433,6 +442,7 @@ class Ledger:
             return Refusal(Why.LIMIT)
         if len(self._books.entries) + len(self._reservations) >= limits.entries_max:
             return Refusal(Why.LIMIT)
+        tenant = payer_of(tenant)
         quota = limits.quota_bytes(tenant)
         if (
             quota is not None

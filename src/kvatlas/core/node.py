@@ -21,6 +21,7 @@ from kvatlas.core.agent_values import (
     Stop,
 )
 from kvatlas.core.cost import EngineCost, PoolCost
+from kvatlas.core.forgetting import Floors
 from kvatlas.core.inventory import Inventory, name_in, unit_of
 from kvatlas.core.ledger import Ledger
 from kvatlas.core.ledger_values import Entry, Refusal, Reservation, Why
@@ -58,6 +59,7 @@ class Node:
         self.now = 0.0
         self.frees = 0  # times that room was given back
         self.draining = False
+        self.floors = Floors()
 
     def ledger(self, tier: Tier) -> Ledger | None:
         """The books of an own tier; None where the node has no such tier."""
@@ -227,7 +229,7 @@ class Node:
         if self.operations.stop(operation, self.now):
             self.out.append(Stop(operation.number))
 
-    def seal(self, tier: Tier, names: Sequence[bytes]) -> None:
+    def seal(self, tier: Tier, names: Sequence[bytes], tenant: str) -> None:
         """All that these points need is written: make them count."""
         if not names:
             return
@@ -239,7 +241,15 @@ class Node:
         units = tuple(Unit(name[:-1], Part.POINT, 0, 0) for name in names)
         number = self.operations.next()
         self.begin(
-            Operation(number, Kind.SEAL, self.now, until, (Source(tier, units),), target=tier)
+            Operation(
+                number,
+                Kind.SEAL,
+                self.now,
+                until,
+                (Source(tier, units),),
+                target=tier,
+                tenant=tenant,
+            )
         )
         self.out.append(Seal(number, tier, tuple(name[:-1] for name in names), until))
 
@@ -284,7 +294,7 @@ class Node:
             self.inventory.ledgers[tier].commit(number, self.now)
             self.inventory.arrived(tier, unit)
         elif unit.part is Part.BODY:
-            self.inventory.know(tier, unit.name, "", ours=True)
+            self.inventory.know(tier, unit.name, "", ours=True, owner=operation.tenant)
         self.moved[operation.kind, tier] += unit.size_bytes
         return True
 

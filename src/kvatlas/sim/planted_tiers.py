@@ -17,8 +17,8 @@ BUGS = (
         "ledger-sums",
         f"{_SUMS}.reserve",
         "room that is given back stays in its tenant's sum",
-        "_add(self.tenants, tenant, size_bytes)",
-        "_add(self.tenants, tenant, max(size_bytes, 0))",
+        "_add(self.tenants, payer_of(tenant), size_bytes)",
+        "_add(self.tenants, payer_of(tenant), max(size_bytes, 0))",
     ),
     Bug(
         "leaving-in-no-sum",
