@@ -31,7 +31,7 @@ from kvatlas.core.units import Part, Unit, name_of
 TAG, OTHER = "a" * 24, "b" * 24
 OLD, NEW = f"{TAG}.1", f"{TAG}.2"
 SESSION = f"{TAG}.1.{'c' * 24}"
-TENANT = Forget(floor=Floor(TAG, 2))
+TENANT = Forget(floors=(Floor(TAG, 2),))
 STORE = Config(hit_share=1.0, write_through=(Tier.OBJECT,))
 
 
@@ -183,7 +183,7 @@ def test_neither_a_pin_nor_a_peer_keeps_it() -> None:
     node.fill(keys, tenant=SESSION)
     node.do(Keep("somebody", keys, 50.0))
     node.do(Lend("peer 1", tuple(name_of(key, Part.BODY) for key in keys), 50.0))
-    node.do(Forget(floor=Floor(TAG, session="c" * 24)))
+    node.do(Forget(floors=(Floor(TAG, session="c" * 24),)))
     assert not node.tiers[Tier.DRAM]
     assert node.agent.ledger(Tier.DRAM).usage().leases == 0
 
@@ -223,4 +223,4 @@ def test_a_snapshot_has_the_floors() -> None:
     again = Agent.restore(node.agent.snapshot(), {Tier.DRAM: Lru()}, STORE)
     assert again.digest() == node.agent.digest()
     assert again.forgotten(OLD)
-    assert len(again.stored(Forget(floor=Floor(TAG, 3)))) == 2
+    assert len(again.stored(Forget(floors=(Floor(TAG, 3),)))) == 2

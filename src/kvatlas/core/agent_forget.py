@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvatlas.core.agent_ends import Ends
 from kvatlas.core.agent_saves import Saves
 from kvatlas.core.agent_values import Forget
-from kvatlas.core.forgetting import payer_of
+from kvatlas.core.forgetting import Floors, payer_of
 from kvatlas.core.inventory import name_in
 from kvatlas.core.node import Node
 from kvatlas.core.records import Tier
@@ -14,20 +16,21 @@ from kvatlas.core.records import Tier
 def forget(node: Node, saves: Saves, ends: Ends, event: Forget) -> None:
     """Books first, so that nobody finds it; its bytes go when the last who read them are done,
     which reads of engines, peers and copies are asked to be now."""
-    if event.floor is not None:
-        node.floors.put(event.floor)
-    saves.forget_owners(lambda owner: _meant(event, owner))
-    ends.forget_owners(lambda owner: _meant(event, owner))
+    meant = meant_by(event)
+    for floor in event.floors:
+        node.floors.put(floor)
+    saves.forget_owners(meant)
+    ends.forget_owners(meant)
     inventory, names = node.inventory, set(event.names)
     for tier, ledger in inventory.ledgers.items():
-        entries = [e for e in ledger.entries() if _meant(event, e.tenant) or e.key in event.names]
+        entries = [e for e in ledger.entries() if meant(e.tenant) or e.key in event.names]
         found = {name_in(entry) for entry in entries}
         for name in sorted(found):
             node.drop(tier, name)
         node.freed(tier, ledger.revoke(found))
         names |= found
     for operation in list(node.operations):
-        if _meant(event, operation.tenant) or any(u.name in names for _, u in operation.units()):
+        if meant(operation.tenant) or any(u.name in names for _, u in operation.units()):
             operation.void = True
             node.stop(operation)
     for name in sorted(stored(node, event) | event.names):
@@ -39,19 +42,24 @@ def forget(node: Node, saves: Saves, ends: Ends, event: Forget) -> None:
 def stored(node: Node, event: Forget) -> frozenset[bytes]:
     """What is meant of all that this node put into the store since its agent began."""
     owners, known = node.inventory.owners, node.inventory.known[Tier.OBJECT]
-    theirs = {name for name, owner in owners.items() if _meant(event, owner)}
+    meant = meant_by(event)
+    theirs = {name for name, owner in owners.items() if meant(owner)}
     return frozenset(theirs.union(event.names.intersection(known)))
 
 
 def under_way(node: Node, event: Forget) -> int:
     """Operations that touch what is meant, and have not ended; others whose outcome is not wanted
     either may be among them."""
-    return sum(one.void or _meant(event, one.tenant) for one in node.operations)
+    meant = meant_by(event)
+    return sum(one.void or meant(one.tenant) for one in node.operations)
 
 
-def _meant(event: Forget, owner: str) -> bool:
-    if not owner:
-        return False
-    if event.tenant and event.tenant in (owner, payer_of(owner)):
-        return True
-    return event.floor is not None and event.floor.covers(owner)
+def meant_by(event: Forget) -> Callable[[str], bool]:
+    """Whether units of an owner are meant."""
+    floors = Floors(event.floors)
+
+    def meant(owner: str) -> bool:
+        whole = bool(event.tenant) and event.tenant in (owner, payer_of(owner))
+        return whole or floors.forgotten(owner)
+
+    return meant

@@ -293,11 +293,11 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
-    """Delete all of an owner, all that ``floor`` means, and these ``names``; nothing of it that is
-    under way arrives. A floor stays: what comes later of what it means is refused."""
+    """Delete all of an owner, all that ``floors`` mean, and these ``names``; nothing of it that is
+    under way arrives. Floors stay: what comes later of what they mean is refused."""
 
     tenant: str = ""
-    floor: Floor | None = None
+    floors: tuple[Floor, ...] = ()
     names: frozenset[bytes] = frozenset()
 
 

@@ -9,6 +9,7 @@ meant, from a copy that was under way or a disk that was away, is refused by it.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import msgspec
 
@@ -24,19 +25,14 @@ class Floor(msgspec.Struct, frozen=True, omit_defaults=True):
     before: int = 0
     session: str = ""
 
-    def covers(self, owner: str) -> bool:
-        """Whether units of this owner are meant."""
-        tag, epoch, session = _read(owner)
-        if tag != self.tenant or epoch < 0:
-            return False
-        return session == self.session if self.session else epoch < self.before
-
 
 class Floors:
     """All that one part was told, each the highest of its kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, floors: Iterable[Floor] = ()) -> None:
         self._floors: OrderedDict[tuple[str, str], Floor] = OrderedDict()
+        for floor in floors:
+            self.put(floor)
 
     def __len__(self) -> int:
         return len(self._floors)
