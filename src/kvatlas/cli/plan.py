@@ -14,15 +14,16 @@ from rich.console import Console
 from rich.table import Table
 
 from kvatlas import __version__
-from kvatlas.cli.output import Assumption, check_output, json_bytes, table_console, write_file
+from kvatlas.cli.output import Assumption, check_output, json_bytes, table_console, write_files
 from kvatlas.cli.plan_seed import run_seed_case
+from kvatlas.cli.prices import add_price_options, device_prices, room_prices
 from kvatlas.errors import ConfigError
-from kvatlas.report.money import STORAGE, Price, StoragePrice, storage_price
+from kvatlas.report.money import STORAGE
 from kvatlas.sim.cluster import Cluster, ClusterFile, EngineTable, build, load_cluster
 from kvatlas.sim.plan import Plan, Terms, all_tiers, plan
-from kvatlas.sim.plan_engines import Engine, Kind, device_price, kinds
+from kvatlas.sim.plan_engines import Engine, Kind, kinds
 from kvatlas.sim.plan_page import CAPTIONS, page, tables
-from kvatlas.workload.device import MEMORY_EFFICIENCY, PREFILL_EFFICIENCY
+from kvatlas.workload.device import MEMORY_EFFICIENCY, PREFILL_EFFICIENCY, Device
 
 TOKENS_MAX = 1 << 24
 LIST_MAX = 16
@@ -30,7 +31,6 @@ TTL_MAX_S = 10 * 365 * 86_400.0
 _MIX = (8192, 1024)
 _TTL_S = 3600.0
 _FILES = ("json", "csv", "html")
-_OPTIONS = {"dram": "--dram-gb-month", "disk": "--disk-gb-month", "object": "--store-gb-month"}
 
 _EPILOG = """\
 Nothing is played: each figure is the time model's, the layout's and the prices'. Prices that you
@@ -93,10 +93,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--mix", metavar="PROMPT:OUTPUT", help="tokens of a request (8192:1024)")
     add("--tpot-s", type=float, metavar="S", help="no batch of the mix with longer steps (any)")
     add("--ttl-s", type=float, metavar="S", help="how long a prefix is held (3600)")
-    add("--gpu-hour", type=float, metavar="DOLLARS", help="an hour of one device (list price)")
-    for name, option in _OPTIONS.items():
-        add(option, type=float, metavar="DOLLARS",
-            help=f"a month of a GB of {name} ({STORAGE[name].dollars_per_gb_month:g})")  # fmt: skip
+    add_price_options(parser, tuple(STORAGE))
     add("--seed-case", action="store_true",
         help="instead: chapter 8 of seed document 003, and what of it stands")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write everything as JSON")
@@ -113,8 +110,10 @@ def run(args: argparse.Namespace) -> int:
         _alone(args)
         return run_seed_case(args.json, args.csv, args.html)
     cluster, assumed = _cluster(args)
-    engines = [Engine(kind, _price(kind, args.gpu_hour)) for kind in kinds(cluster)]
-    assumed += _prices(engines)
+    found = kinds(cluster)
+    prices, said = device_prices(map(_device, found), args.gpu_hour)
+    engines = [Engine(kind, prices[_device(kind).name]) for kind in found]
+    assumed += [*said, *_reached(engines)]
     terms = _terms(args, engines, assumed)
     result = Result(
         version=__version__,
@@ -123,14 +122,15 @@ def run(args: argparse.Namespace) -> int:
         assumed=assumed,
         plan=plan(cluster, engines, terms),
     )
-    show(result, table_console(120))
-    if args.json is not None:
-        write_file("--json", args.json, json_bytes(result))
-    if args.csv is not None:
-        write_file("--csv", args.csv, figures(result.plan).encode())
-    if args.html is not None:
-        said = [each.text() for each in assumed]
-        write_file("--html", args.html, page(_head(result), said, result.plan).encode())
+    said_of = [each.text() for each in assumed]
+    try:
+        write_files(
+            ("--json", args.json, lambda: json_bytes(result)),
+            ("--csv", args.csv, lambda: figures(result.plan).encode()),
+            ("--html", args.html, lambda: page(_head(result), said_of, result.plan).encode()),
+        )
+    finally:
+        show(result, table_console(120))
     return 0
 
 
@@ -183,30 +183,20 @@ def _rates() -> list[Assumption]:
     return [Assumption("[tiers]", said, "default links of docs/hardware.md, no sizes")]
 
 
-def _price(kind: Kind, dollars_per_gpu_hour: float | None) -> Price:
-    device = kind.spec.device
-    assert device is not None
-    try:
-        return device_price(device, dollars_per_gpu_hour)
-    except ConfigError as error:
-        option = "" if dollars_per_gpu_hour is None else "--gpu-hour: "
-        raise ConfigError(f"{option}{error}") from error
+def _device(kind: Kind) -> Device:
+    assert kind.spec.device is not None
+    return kind.spec.device
 
 
-def _prices(engines: list[Engine]) -> list[Assumption]:
-    """Of devices: prices and what is reached of their rates."""
+def _reached(engines: list[Engine]) -> list[Assumption]:
+    """What is reached of the devices' rates where nobody measured it."""
     said = {}
     for engine in engines:
-        kind = engine.kind
-        device = kind.spec.device
-        assert device is not None
-        if engine.price.source.startswith("default"):
-            dollars = f"${engine.price.dollars_per_gpu_hour:g} for {device.name}"
-            said["--gpu-hour", device.name] = Assumption("--gpu-hour", dollars, engine.price.source)
+        kind, device = engine.kind, _device(engine.kind)
         reached = (device.compute_efficiency, device.memory_efficiency)
         measured = kind.spec.prefill_tokens_per_s is not None
         if not measured and reached == (PREFILL_EFFICIENCY, MEMORY_EFFICIENCY):
-            said["efficiency", device.name] = Assumption(
+            said[device.name] = Assumption(
                 f"reached of {device.name}",
                 f"{reached[0]:.0%} of FLOP/s, {reached[1]:.0%} of bandwidth",
                 "not calibrated for this model: docs/calibration.md; give your own [[device]] or "
@@ -230,15 +220,8 @@ def _terms(args: argparse.Namespace, engines: list[Engine], assumed: list[Assump
     for option, value, most in (("--ttl-s", ttl_s, TTL_MAX_S), ("--tpot-s", args.tpot_s, 3600.0)):
         if value is not None and not (math.isfinite(value) and 0 < value <= most):
             raise ConfigError(f"{option} {value:g}: seconds above 0, up to {most:g}, are needed")
-    storage: dict[str, StoragePrice] = {}
-    for name, option in _OPTIONS.items():
-        try:
-            storage[name] = storage_price(name, getattr(args, option[2:].replace("-", "_")))
-        except ConfigError as error:
-            raise ConfigError(f"{option}: {error}") from error
-        if storage[name] == STORAGE[name]:
-            dollars = f"${storage[name].dollars_per_gb_month:g}"
-            assumed.append(Assumption(option, dollars, storage[name].source))
+    storage, said = room_prices(args, tuple(STORAGE))
+    assumed += said
     assumed.append(Assumption("HBM", "its share of the device's memory and price", "convention"))
     return Terms(contexts, batches, prompt, output, args.tpot_s, ttl_s, storage)
 
@@ -262,9 +245,7 @@ def _mix(text: str) -> tuple[int, int]:
 
 
 def _priced(engine: Engine) -> Priced:
-    kind, price = engine.kind, engine.price
-    device = kind.spec.device
-    assert device is not None
+    kind, price, device = engine.kind, engine.price, _device(engine.kind)
     return Priced(
         kind.name,
         kind.role,

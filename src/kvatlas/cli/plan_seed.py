@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvatlas import __version__
-from kvatlas.cli.output import json_bytes, table_console, write_file
+from kvatlas.cli.output import json_bytes, table_console, write_files
 from kvatlas.report.html import Part, Tone, badge, section
 from kvatlas.report.html import page as html_page
 from kvatlas.report.html import table as html_table
@@ -56,13 +56,14 @@ class SeedCase(msgspec.Struct, frozen=True):
 def run_seed_case(json: Path | None, csv_file: Path | None, html: Path | None) -> int:
     """Shows it, and writes the files that are wanted."""
     result = seed_case()
-    show(result, table_console(150))
-    if json is not None:
-        write_file("--json", json, json_bytes(result))
-    if csv_file is not None:
-        write_file("--csv", csv_file, figures(result).encode())
-    if html is not None:
-        write_file("--html", html, page(result).encode())
+    try:
+        write_files(
+            ("--json", json, lambda: json_bytes(result)),
+            ("--csv", csv_file, lambda: figures(result).encode()),
+            ("--html", html, lambda: page(result).encode()),
+        )
+    finally:
+        show(result, table_console(150))
     return 0
 
 
