@@ -56,7 +56,7 @@ def pytest_asyncio_loop_factories(
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The gateway is tested on the loop that it runs on, the HTTP layer and the feed on both."""
     loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {}
-    if item.path.name.startswith(("test_http", "test_gateway", "test_feed")):
+    if item.path.name.startswith(("test_http", "test_tls", "test_gateway", "test_feed")):
         loops["uvloop"] = uvloop.new_event_loop
     if item.path.name == "test_gateway_serve.py":  # uvloop cannot close beside a live child
         loops = {"asyncio": asyncio.new_event_loop}

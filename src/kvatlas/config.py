@@ -13,9 +13,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvatlas import config_tenants
+from kvatlas.config_tenants import TenantsConfig
+from kvatlas.config_tls import AdminConfig, AuditConfig, TlsConfig, fault_of, is_local, right_of
 from kvatlas.core.admission import Rules
 from kvatlas.core.ahead_copies import Params as AheadParams
-from kvatlas.core.router import Policy
+from kvatlas.core.router import BLIND, Policy
 from kvatlas.core.transports import Transport
 from kvatlas.errors import ConfigError
 
@@ -36,6 +39,7 @@ _PORT_MAX = 65_535
 _AGENTS_MIN = 2  # for copies between their nodes
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _HTTP = r"http://[^/\s?#@]+(/[^\s?#]*)?"
+_HTTP_OR_HTTPS = _HTTP.replace("http", "https?", 1)
 _SIZE = re.compile(r"(\d{1,19}(?:\.\d+)?)\s*([KMGTP]?B?)", re.IGNORECASE)
 
 
@@ -169,6 +173,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     directory: DirectoryConfig = DirectoryConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     ahead: AheadParams = AheadParams()
+    tenants: TenantsConfig = TenantsConfig()
+    tls: TlsConfig = TlsConfig()
+    admin: AdminConfig = AdminConfig()
+    audit: AuditConfig = AuditConfig()
 
 
 _TABLES: dict[str, type[msgspec.Struct]] = {
@@ -183,6 +191,11 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
     "directory": DirectoryConfig,
     "tokenizer": TokenizerConfig,
     "ahead": AheadParams,
+    "tenants": TenantsConfig,
+    "tenants.jwt": config_tenants.JwtConfig,
+    "tls": TlsConfig,
+    "admin": AdminConfig,
+    "audit": AuditConfig,
 }
 
 
@@ -244,8 +257,16 @@ def _check(path: Path, text: str, config: Config) -> None:
             f"{path}:{line_of(text, 'ahead')}: ahead: copies go from one node's agent to another's:"
             " name at least two [[agent]], and keys.secret_file, which they share with us"
         )
+    key, why = config_tenants.fault_of(
+        config.tenants,
+        secret=bool(config.keys.secret_file),
+        blind=config.router.policy in BLIND,
+    )
+    if key:
+        raise ConfigError(f"{path}:{line_of(text, key)}: {why}")
     if config.picker.listen:
         _check_picker(path, text, config)
+    _check_trust(path, text, config)
     node_of: dict[str, str] = {}
     for index, agent in enumerate(config.agent):
         at = f"{path}:{line_of(text, f'agent[{index}].workers')}: agent {agent.name!r}"
@@ -281,6 +302,38 @@ def _check_picker(path: Path, text: str, config: Config) -> None:
         raise ConfigError(f"{path}:{line}: worker {worker.name!r}: {worker.url!r}: {fault}")
 
 
+def _check_trust(path: Path, text: str, config: Config) -> None:
+    """Where TLS is on, nothing leaves the machine in the clear but what was said to."""
+    tls = config.tls
+    place, fault = fault_of(tls)
+    for who in config.admin.clients:
+        if right_of(who) is None:
+            place, fault = "admin.clients", f"admin.clients: {who!r} is not of the form NAME:RIGHT"
+    for index, worker in enumerate(config.worker if tls.on else ()):
+        here = is_local(worker.url)
+        if worker.url.startswith("http:") and not here and not tls.plain_engines:
+            place = f"worker[{index}].url"
+            fault = f"{worker.name!r} is asked in the clear: write https, or tls.plain_engines"
+        elif worker.events and not tls.plain_events and not _events_stay(worker):
+            place = f"worker[{index}].events"
+            fault = (
+                f"{worker.name!r} sends its events in the clear, for engines know no other way: "
+                'write events = "", or tls.plain_events'
+            )
+    for index, agent in enumerate(config.agent if tls.on else ()):
+        if not agent.url.startswith("https:"):
+            place, fault = f"agent[{index}].url", f"agent {agent.name!r}: with [tls] it is https"
+    if tls.on and config.picker.listen and not is_local(f"//{config.picker.listen}"):
+        place, fault = "picker.listen", "picker.listen speaks no TLS: an address of this machine"
+    if fault:
+        raise ConfigError(f"{path}:{line_of(text, place)}: {fault}")
+
+
+def _events_stay(worker: WorkerConfig) -> bool:
+    """On this machine."""
+    return is_local(worker.url if worker.events == "auto" else worker.events)
+
+
 def _check_name(
     path: Path, text: str, place: str, one: WorkerConfig | AgentConfig, kinds: dict[str, str]
 ) -> None:
@@ -296,10 +349,10 @@ def _check_name(
             f"{at}: {kind} {one.name!r}: a name goes into headers and metrics: "
             "use printable ASCII without spaces and without '#'"
         )
-    if not re.fullmatch(_HTTP, one.url):
+    if not re.fullmatch(_HTTP_OR_HTTPS, one.url):
         raise ConfigError(
             f"{path}:{line_of(text, f'{place}.url')}: {kind} {one.name!r}: {one.url!r} is not of "
-            "the form http://host:port"
+            "the form http://host:port or https://host:port"
         )
 
 

@@ -410,8 +410,8 @@ def test_benches_that_cannot_be(change: dict[str, Any], arms: list[str], said: s
             msgspec.structs.replace(PLAN, **change),
             [Arm(name, "http://127.0.0.1:1") for name in arms],
         )
-    with pytest.raises(ConfigError, match="arm a: 'https://x': only http://"):
-        check(PLAN, [Arm("a", "http://127.0.0.1:1", engines=("https://x",))])
+    with pytest.raises(ConfigError, match="arm a: 'ftp://x': only http://"):
+        check(PLAN, [Arm("a", "http://127.0.0.1:1", engines=("ftp://x",))])
 
 
 async def test_a_rate_needs_arrivals_that_differ() -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvatlas import config
+from kvatlas.config_tenants import JwtConfig
 from kvatlas.cli import serve
 from kvatlas.errors import ConfigError
 from kvatlas.service.metrics import GatewayMetrics
@@ -104,7 +105,7 @@ def test_a_file_that_is_no_text_is_named(file: Path) -> None:
         ('name = "b"', 'name = ""', 10, "worker[1].name: Expected `str` of length >= 1"),
         ('name = "b"', 'name = "a"', 10, "two workers are named 'a'"),
         ("http://127.0.0.1:9101", "127.0.0.1:9101", 11, "worker 'b': '127.0.0.1:9101/prefix' is n"),
-        ("http://127.0.0.1:9101", "https://x", 11, "is not of the form http://host:port"),
+        ("http://127.0.0.1:9101", "ftp://x", 11, "is not of the form http://host:port"),
         ('url = "http://127.0.0.1:9100"', "", 5, "worker[0]: Object missing required field `url`"),
         ('engine = "sglang"', 'engine = "tgi"', 12, "worker[1].engine: Invalid enum value 'tgi'"),
     ],
@@ -165,6 +166,7 @@ def test_every_table_of_the_file_is_known_to_the_messages() -> None:
         "": config.Config,
         "worker": config.WorkerConfig,
         "agent": config.AgentConfig,
+        "tenants.jwt": JwtConfig,
     }
     assert tables == config._TABLES
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "directory": "what is cached where, asked from a running gateway",
     "transports": "what pairs hand over, how fast, and over what, asked from a running gateway",
     "doctor": "canaries through a running cluster: what is wrong in it, and what to change",
+    "certs": "certificates by which the parts of a cluster know each other",
     "demo": "real engines on this CPU: round robin against kvatlas, side by side",
     "validate": "compare what kvatlas says of a real engine with what that engine does",
     "study": "measure on a trained model what a policy assumes of its KV",

@@ -269,6 +269,8 @@ def _router(url: str) -> Origin:
         origin = origin_of(url)
     except ValueError as error:
         raise ConfigError(f"--router {error}") from error
+    if origin.secure:
+        raise ConfigError(f"--router {url}: only http:// URLs: what passes is read as it passes")
     if origin.prefix:
         raise ConfigError(f"--router {url}: requests pass as they are, so it can have no path")
     return origin

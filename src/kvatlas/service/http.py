@@ -9,8 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from kvatlas.dataplane.tls import Identity
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -85,7 +89,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 class Request(msgspec.Struct):
     """A whole request. Header names are in lower case; ``target`` is path and query as sent.
-    ``arrived_s``: when its head was there, on `time.perf_counter`."""
+    ``arrived_s``: when its head was there, on `time.perf_counter`. ``who``: whom the certificate of
+    its connection names; ``address``: where it came from."""
 
     method: str
     target: str
@@ -94,6 +99,8 @@ class Request(msgspec.Struct):
     keep_alive: bool
     http_1_0: bool = False
     arrived_s: float = 0.0
+    who: Identity | None = None
+    address: str = ""
 
     @property
     def path(self) -> str:

@@ -4,7 +4,7 @@
 without a task switch per chunk. `HttpClient.request`, `get_json` and `post_json` are for pollers.
 Cancelling any of them aborts the request and its connection.
 
-Plain TCP only (``http://``): TLS between the parts of a cluster is not here yet.
+``https://`` is believed as the client's `Outgoing` says; without one, as this machine does.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import ssl
 from collections import deque
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from kvatlas.dataplane.tls import WrongPart, reason_of
 from kvatlas.errors import EngineError
 from kvatlas.service.http import Headers, Sweeper
 from kvatlas.service.http_exchange import (
@@ -31,6 +33,7 @@ from kvatlas.service.http_exchange import (
     StaleError,
     StatusError,
 )
+from kvatlas.service.tls import Outgoing, check_session, from_outside
 
 __all__ = [
     "Collector",
@@ -64,11 +67,13 @@ class Response(msgspec.Struct, frozen=True):
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Scheme-less (host, port) of a base URL, and its path prefix ("" or "/…" without the end)."""
+    """(host, port) of a base URL, its path prefix ("" or "/…" without the end), and whether it is
+    https."""
 
     host: str
     port: int
     prefix: str
+    secure: bool = False
 
     @property
     def authority(self) -> str:
@@ -80,15 +85,17 @@ _origins: dict[str, Origin] = {}
 
 
 def origin_of(url: str) -> Origin:
-    """Raises ValueError for anything but ``http://host[:port][/prefix]``. Cached."""
+    """Raises ValueError for anything but ``http[s]://host[:port][/prefix]``. Cached."""
     found = _origins.get(url)
     if found is None:
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"{url!r}: only http:// URLs are supported")
+        port = {"http": 80, "https": 443}.get(parts.scheme)
+        if port is None or not parts.hostname:
+            raise ValueError(f"{url!r}: only http:// and https:// URLs are supported")
         if parts.port == 0:
             raise ValueError(f"{url!r}: nothing listens on port 0")
-        found = Origin(parts.hostname, parts.port or 80, parts.path.rstrip("/"))
+        prefix = parts.path.rstrip("/")
+        found = Origin(parts.hostname, parts.port or port, prefix, parts.scheme == "https")
         if len(_origins) >= 4096:
             _origins.clear()
         _origins[url] = found
@@ -108,12 +115,17 @@ class HttpClient:
         idle_timeout_s: float = 600.0,
         idle_max: int = 256,
         keepalive_s: float = 30.0,
+        outgoing: Outgoing | None = None,
+        headers: Headers | None = None,
     ) -> None:
+        """``outgoing``: how https is spoken; ``headers`` go with each `request`."""
         self.connect_timeout_s = connect_timeout_s
         self.idle_timeout_s = idle_timeout_s
         self.idle_max = idle_max
         self.keepalive_s = keepalive_s
-        self._idle: dict[tuple[str, int], deque[ClientConnection]] = {}
+        self._outgoing = outgoing
+        self._headers = headers or []
+        self._idle: dict[tuple[str, int, bool], deque[ClientConnection]] = {}
         self._busy: set[ClientConnection] = set()
         self._sweeper = Sweeper(min(1.0, idle_timeout_s / 4), self._sweep)
 
@@ -164,12 +176,13 @@ class HttpClient:
             parts = urlsplit(url)
             origin = origin_of(f"{parts.scheme}://{parts.netloc}")
         except ValueError as error:
-            raise EngineError(f"{method} {url}: {error}: write http://HOST:PORT") from error
+            raise EngineError(f"{method} {url}: {error}: write http[s]://HOST:PORT") from error
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         sink = Collector(size_max)
         try:
             async with asyncio.timeout(timeout_s):
-                await self.exchange(method, origin, target, headers or [], body=body, sink=sink)
+                sent = [*self._headers, *(headers or [])]
+                await self.exchange(method, origin, target, sent, body=body, sink=sink)
         except TimeoutError:
             raise EngineError(f"{method} {url}: no answer within {timeout_s:g} s") from None
         except HttpError as error:
@@ -199,7 +212,7 @@ class HttpClient:
         await asyncio.sleep(0)  # lets the transports tell their protocols
 
     def _take(self, origin: Origin) -> ClientConnection | None:
-        pool = self._idle.get((origin.host, origin.port))
+        pool = self._idle.get(_place(origin))
         now = asyncio.get_running_loop().time()
         while pool:
             connection = pool.pop()
@@ -212,14 +225,36 @@ class HttpClient:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
+                if origin.secure:
+                    return await self._connect_secure(loop, origin)
                 _, connection = await loop.create_connection(
                     lambda: ClientConnection(loop), origin.host, origin.port
                 )
         except TimeoutError:
             text = f"{origin.authority}: no connection within {timeout_s:g} s"
             raise ConnectError(text) from None
+        except ssl.SSLError as error:
+            raise ConnectError(f"{origin.authority}: {reason_of(error)}") from error
         except (OSError, UnicodeError) as error:
             raise ConnectError(f"{origin.authority}: {_reason(error)}") from error
+        return connection
+
+    async def _connect_secure(
+        self, loop: asyncio.AbstractEventLoop, origin: Origin
+    ) -> ClientConnection:
+        outgoing = self._outgoing = self._outgoing or from_outside()
+        try:
+            transport, connection = await loop.create_connection(
+                lambda: ClientConnection(loop), origin.host, origin.port, ssl=outgoing.context()
+            )
+        except ConnectionResetError as error:
+            text = "it ended the TLS handshake; its log says why"
+            raise ConnectError(f"{origin.authority}: {text}") from error
+        try:
+            check_session(transport, outgoing)
+        except WrongPart:
+            transport.abort()
+            raise
         return connection
 
     async def _run(
@@ -236,7 +271,7 @@ class HttpClient:
             self._busy.discard(connection)
             if not self._busy:
                 self._sweeper.stop()
-        pool = self._idle.setdefault((origin.host, origin.port), deque())
+        pool = self._idle.setdefault(_place(origin), deque())
         if connection.usable() and len(pool) < self.idle_max:
             pool.append(connection)
             connection.pool = pool
@@ -246,6 +281,10 @@ class HttpClient:
     def _sweep(self, now: float) -> None:
         for connection in list(self._busy):
             connection.check_silence(now, self.idle_timeout_s)
+
+
+def _place(origin: Origin) -> tuple[str, int, bool]:
+    return origin.host, origin.port, origin.secure
 
 
 def _reason(error: OSError | UnicodeError) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import httptools
 
+from kvatlas.dataplane.tls import reason_of
 from kvatlas.errors import EngineError
 from kvatlas.service.http import HEAD_BYTES_MAX, Headers, header
 
@@ -92,6 +94,7 @@ class ClientConnection(asyncio.Protocol):
         self._keep = False
         self._paused = False
         self._used = False
+        self._secure = False
         self._sent_s = 0.0
         self.last_s = 0.0
         self.pool: deque[ClientConnection] | None = None
@@ -150,6 +153,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        self._secure = transport.get_extra_info("ssl_object") is not None
         self._parser = httptools.HttpResponseParser(self)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
@@ -189,12 +193,15 @@ class ClientConnection(asyncio.Protocol):
         if self._done is None or self._done.done():
             return
         early = self._loop.time() - self._sent_s < STALE_WINDOW_S
+        why = f": {reason_of(exc)}" if isinstance(exc, ssl.SSLError) else ""
+        if self._secure and not self._used and not why:
+            why = ": where it refused our certificate, its log says why"
         if self._used and not self._touched and early:
             self._done.set_exception(StaleError())
         elif self._started:
-            self._fail("the engine closed the connection in the middle of its answer")
+            self._fail(f"the engine closed the connection in the middle of its answer{why}")
         else:
-            self._fail("the engine closed the connection without an answer")
+            self._fail(f"the engine closed the connection without an answer{why}")
 
     # httptools
 

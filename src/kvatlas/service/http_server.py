@@ -20,8 +20,10 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from kvatlas.dataplane.tls import Identity, Trust, WrongPart
 from kvatlas.service.http import Headers, Limits, Request, Sweeper, envelope, header
 from kvatlas.service.http_reply import Reply
+from kvatlas.service.tls import Door, DoorLimits, peer_of
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +35,20 @@ Handler = Callable[[Request, Reply], Awaitable[None]]
 class HttpServer:
     """Listens on one address. `start`, then `drain` and `close`."""
 
-    def __init__(self, handler: Handler, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        limits: Limits | None = None,
+        trust: Trust | None = None,
+        door: DoorLimits | None = None,
+    ) -> None:
+        """``trust``: what it proves and believes; None: plain HTTP."""
         self.handler = handler
         self.limits = limits or Limits()
+        self.trust = trust
+        self.door: Door | None = None
+        if trust is not None:
+            self.door = Door(trust, lambda: _Connection(self, asyncio.get_running_loop()), door)
         self.draining = False
         self.connections: set[_Connection] = set()
         self.bodies_bytes = 0
@@ -54,11 +67,15 @@ class HttpServer:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listens; `port` is then the real one. Raises OSError (address in use, not ours)."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: _Connection(self, loop), host, port, backlog=1024
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
+        if self.door is not None:
+            await self.door.start(host, port)
+            self.port = self.door.port
+        else:
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_server(
+                lambda: _Connection(self, loop), host, port, backlog=1024
+            )
+            self.port = self._server.sockets[0].getsockname()[1]
         self._sweeper.start()
 
     @property
@@ -85,6 +102,8 @@ class HttpServer:
     async def close(self) -> None:
         """Stops listening and breaks what is still connected."""
         self._sweeper.stop()
+        if self.door is not None:
+            self.door.close()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -142,6 +161,8 @@ class _Connection(asyncio.Protocol):
         self._arrived_s = 0.0
         self._write_deadline = math.inf
         self._resumed: asyncio.Future[None] | None = None
+        self._who: Identity | None = None
+        self._address = ""
 
     # for Reply and HttpServer
 
@@ -219,8 +240,15 @@ class _Connection(asyncio.Protocol):
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.server.connections.add(self)
+        self._address = str((transport.get_extra_info("peername") or ("",))[0])
         limits = self.server.limits
         self._read_deadline = self._loop.time() + limits.head_timeout_s
+        if self.server.trust is not None:
+            try:
+                self._who = peer_of(transport, self.server.trust)
+            except WrongPart as error:
+                self._refuse(_Refusal(403, str(error), "certificate_refused"))
+                return
         if len(self.server.connections) > limits.connections_max:
             text = f"{limits.connections_max} connections are open, the most allowed"
             self._refuse(_Refusal(503, text, "too_many_connections"))
@@ -358,6 +386,8 @@ class _Connection(asyncio.Protocol):
                 keep_alive=self._parser.should_keep_alive(),
                 http_1_0=self._parser.get_http_version() == "1.0",
                 arrived_s=self._arrived_s,
+                who=self._who,
+                address=self._address,
             )
         )
         self._read_deadline = math.inf
@@ -401,7 +431,10 @@ class _Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         if not request.keep_alive or self._parser is None or self.server.draining:
-            self._linger()
+            if self._transport.can_write_eof() or self._parser is None:
+                self._linger()
+            else:  # with TLS there is no half of a close, and nothing is left unread
+                self.abort_after_flush()
             return
         if self._queue:
             self._next()

@@ -52,7 +52,8 @@ def from_config(path: Path, gateway: str = "") -> Cluster:
     host, port = config.gateway.host, config.gateway.port
     host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     host = f"[{host}]" if ":" in host else host
-    url = gateway or (f"http://{host}:{port}" if port else "")
+    scheme = "https" if config.tls.on else "http"
+    url = gateway or (f"{scheme}://{host}:{port}" if port else "")
     file = config.keys.secret_file
     secret = read_secret(Path(file), "keys.secret_file") if file else b""
     return Cluster(config.worker, url, config.agent, config, secret)
