@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from kvatlas.errors import ConfigError, EngineError
+from kvatlas.service.http_client import Response
 from kvatlas.service.load_answer import Answer
 from kvatlas.validate.stages.asking import Prompts, _reply, words_of
 from kvatlas.validate.stages.cpu_model import VOCAB_SIZE, write_model
 from kvatlas.validate.stages.gather import _lines_of
 from kvatlas.validate.stages.hooks import Hooks
-from kvatlas.validate.stages.identity import _sglang, _vllm, files_digest
-from kvatlas.validate.stages.stagefile import Requests, load_stage_file
+from kvatlas.validate.stages.identity import _sglang, _vllm, files_digest, look_at
+from kvatlas.validate.stages.stagefile import Engine, Requests, load_stage_file
 from kvatlas.validate.stages.values import Missing
 from kvatlas.validate.stages.watching import agent_page
 
@@ -232,3 +233,26 @@ def test_a_count_in_a_header_is_read_or_none(told: str, expected: int | None) ->
     answer.usage = {"prompt_tokens": 1 << 60, "prompt_tokens_details": {"cached_tokens": True}}
     found = _reply(0, "r", answer, b"", 0.0)
     assert (found.expected_tokens, found.prompt_tokens, found.cached_tokens) == (expected, 0, None)
+
+
+class _Busy:
+    """vLLM that tells its metrics, and not in time what it is configured with."""
+
+    async def request(self, method: str, url: str, **_: object) -> Response:
+        page = b'vllm:cache_config_info{cache_dtype="auto",block_size="32"} 1\n'
+        return Response(200, [], page if url.endswith("/metrics") else b'{"data": [{"id": "m"}]}')
+
+    async def get_json(self, url: str, *, timeout_s: float) -> object:
+        raise EngineError(f"GET {url}: no answer within {timeout_s:g} s")
+
+    async def post_json(self, url: str, body: object, *, timeout_s: float) -> object:
+        return await self.get_json(url, timeout_s=timeout_s)
+
+
+async def test_what_came_too_late_is_not_shown_and_says_so() -> None:
+    seen = await look_at(_Busy(), Engine("e", "http://h:1"))  # type: ignore[arg-type]
+    for name in ("kv_dtype", "weights_dtype", "tokenizer"):
+        found = seen.setting(name)
+        assert isinstance(found, Missing), name
+        assert "/server_info?config_format=json: no answer within" in found.reason
+    assert seen.setting("block_tokens") == "32"

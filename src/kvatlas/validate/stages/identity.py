@@ -22,6 +22,8 @@ from kvatlas.validate.stages.facts import EngineSeen
 from kvatlas.validate.stages.stagefile import Engine
 
 _DEADLINE_S = 20.0
+#: vLLM lists the packages of its machine the first time that it is asked, by a dozen commands.
+_INFO_DEADLINE_S = 120.0
 _TEXT = "Ein Atlas, 一张地图, un atlas — and 42 {braces}.\n\n\tEnd."
 _WHY = {
     "vllm": "it does not tell its configuration: start vLLM with VLLM_SERVER_DEV_MODE=1",
@@ -45,17 +47,18 @@ async def look_at(client: HttpClient, engine: Engine) -> EngineSeen:
     """Raises EngineError where it does not answer at all."""
     worker = WorkerConfig(name=engine.name, url=engine.url, engine=engine.engine)
     told = await describe(client, worker, _DEADLINE_S)
-    info = await _info(client, engine)
-    seen = _common(told, worker)
+    seen, why = _common(told, worker), _WHY[engine.engine]
+    try:
+        info = await _info(client, engine)
+    except EngineError as error:  # 404 as well
+        info, why = {}, f"{why} ({error})"
     more = _sglang(info) if engine.engine == "sglang" else _vllm(info)
     seen |= {name: value for name, value in more.items() if value}
     if engine.engine == "vllm" and told.facts:  # a metrics page was read: it would show there
         seen.setdefault("speculation", "on" if told.draft else "off")
     if found := await _tokenizer(client, engine, told):
         seen["tokenizer"] = found
-    return EngineSeen(
-        engine.name, engine.role, {k: v for k, v in seen.items() if v}, _WHY[engine.engine]
-    )
+    return EngineSeen(engine.name, engine.role, {k: v for k, v in seen.items() if v}, why)
 
 
 def _common(told: Description, worker: WorkerConfig) -> dict[str, str]:
@@ -69,7 +72,7 @@ def _common(told: Description, worker: WorkerConfig) -> dict[str, str]:
         "runtime": f"{told.engine} {told.version}" if told.version else "",
         "tensor_parallel": str(told.tensor_parallel or ""),
         "context_tokens": str(told.context_tokens or ""),
-        "kv_dtype": told.kv_dtype,
+        "kv_dtype": "" if told.kv_dtype == "auto" else told.kv_dtype,
         "block_tokens": str(told.block_tokens or ""),
         "pool_tokens": str(pool or ""),
     }
@@ -108,12 +111,8 @@ def files_digest(directory: Path) -> str:
 
 async def _info(client: HttpClient, engine: Engine) -> dict[str, Any]:
     query = "?config_format=json" if engine.engine != "sglang" else ""
-    try:
-        found = await client.get_json(
-            f"{engine.url.rstrip('/')}/server_info{query}", timeout_s=_DEADLINE_S
-        )
-    except EngineError:
-        return {}
+    url = f"{engine.url.rstrip('/')}/server_info{query}"
+    found = await client.get_json(url, timeout_s=_INFO_DEADLINE_S)
     return found if isinstance(found, dict) else {}
 
 
