@@ -301,14 +301,6 @@ def test_public_is_only_what_the_salt_names(public: int, count: int, other: int)
         assert forged.of(RING, tokens).public_tokens == 0
 
 
-def test_in_an_engine_salts_that_differ_share_nothing() -> None:
-    scope = Scope("tenant", "a.0")
-    plain, one, two = Sharing(scope), Sharing(scope, 8, "a" * 12), Sharing(scope, 16, "b" * 12)
-    assert plain.in_engine() == plain
-    keys = [keys_of(ids(32), 4, each.in_engine()) for each in (plain, one, two)]
-    assert len({key for each in keys for key in each}) == 24
-
-
 def test_an_adapter_that_is_named_like_a_salt_opens_nothing() -> None:
     text = salt_of(RING, TenantSalt(tag_of(RING, "acme"), 0))
     sharing = sharing_of(RING, text)

@@ -173,8 +173,8 @@ class Ahead:
             for plan in decision.plans
             if plan.publisher in self._homes and self._fingerprint(plan.publisher) == fingerprint
         )
-        keys = ask.keys.get(fingerprint, ())
-        return _Prompt(ask, event.scope, layout, fingerprint, keys, plans, chosen)
+        keys = ask.lower(fingerprint)
+        return _Prompt(ask, event.sharing().scope, layout, fingerprint, keys, plans, chosen)
 
     def _fingerprint(self, publisher: Publisher) -> bytes:
         facts = self._dispatcher.facts(publisher)

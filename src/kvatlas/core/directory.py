@@ -347,8 +347,11 @@ class Directory:
 
     # -- questions ------------------------------------------------------------------------------
 
-    def peek(self, keys: Sequence[bytes], fingerprint: bytes) -> list[Resume]:
-        """How far each publisher of ``fingerprint`` can resume a prompt with these block keys.
+    def peek(
+        self, keys: Sequence[bytes], fingerprint: bytes, below: Sequence[bytes] | None = None
+    ) -> list[Resume]:
+        """How far each publisher of ``fingerprint`` can resume a prompt with these block keys;
+        ``below``: those that agents know it by, where they are others.
 
         ``keys`` are the prompt's first `Layout.asked_blocks`: at the end of each of them it may
         be resumed, because one token is left to compute. Publishers that hold nothing of it are
@@ -361,7 +364,8 @@ class Directory:
         if self.shelves:
             slots = self._slots.items()
             alive = {p for p, s in slots if s.pool is pool and s.bit & pool.alive}
-            resumes = self.shelves.extended(pool, keys, resumes, alive)
+            lower = keys if below is None else below
+            resumes = self.shelves.extended(pool, lower, resumes, alive)
         return resumes
 
     def lends(self, agent: Publisher, keys: Sequence[bytes], fingerprint: bytes) -> int:
@@ -370,23 +374,26 @@ class Directory:
         pool = self._pools.get(fingerprint)
         return self.shelves.lends(pool, keys, agent) if pool is not None else 0
 
-    def positions(self, publisher: Publisher, keys: Sequence[bytes]) -> Positions | None:
+    def positions(
+        self, publisher: Publisher, keys: Sequence[bytes], below: Sequence[bytes] | None = None
+    ) -> Positions | None:
         """Every position at which one publisher could resume this prompt, and what stops it
-        elsewhere; None for a publisher that is not registered. ``keys`` as for `peek`."""
+        elsewhere; None for a publisher that is not registered. Keys as for `peek`."""
         slot = self._slots.get(publisher)
         if slot is None:
             return None
         found = self._lookup.positions(slot.pool, keys, slot.bit)
         grid = slot.pool.layout.grid_tokens
         local = max(found.hbm, default=0) // grid
-        below = self.shelves.positions(slot.pool, keys, publisher, local)
-        if below is None or not slot.bit & slot.pool.alive:
+        lower = keys if below is None else below
+        further = self.shelves.positions(slot.pool, lower, publisher, local)
+        if further is None or not slot.bit & slot.pool.alive:
             return found
-        chain = (local + len(below.tiers)) * grid
-        lower = {*found.lower, *(p * grid for p in below.positions)}
+        chain = (local + len(further.tiers)) * grid
+        places = {*found.lower, *(p * grid for p in further.positions)}
         return msgspec.structs.replace(
             found,
-            lower=tuple(sorted(lower)),
+            lower=tuple(sorted(places)),
             lower_chain_tokens=max(found.lower_chain_tokens, chain),
         )
 

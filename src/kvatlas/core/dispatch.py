@@ -23,6 +23,7 @@ from kvatlas.core.load_ways import StoreWay
 from kvatlas.core.promises import HitGap, PredictionError
 from kvatlas.core.records import Publisher, Resume
 from kvatlas.core.router import Ask, Decision, Plan, Router
+from kvatlas.core.tenancy import Chain, Sharing
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
@@ -101,6 +102,8 @@ class Question(msgspec.Struct, frozen=True, tag=True):
 
     ``tokens`` are uint32 ids, little endian; ``unkeyed`` says why there are none, and
     ``prompt_tokens`` then how many there would be (-1 where that is not known either).
+    ``scope``: that of the salt which the engine hashes into its blocks. ``below``: who shares it
+    in the lower tiers of agents, where they know better; None: the same.
     ``ttft_slo_s``: within what time its client wants the first token; ``admitted``: it is part of
     a request that was let in already.
     """
@@ -113,6 +116,11 @@ class Question(msgspec.Struct, frozen=True, tag=True):
     prompt_tokens: int = -1
     ttft_slo_s: float = math.inf
     admitted: bool = False
+    below: Sharing | None = None
+
+    def sharing(self) -> Sharing:
+        """Who shares it in lower tiers."""
+        return self.below or Sharing(self.scope)
 
 
 class Again(msgspec.Struct, frozen=True, tag=True):
@@ -305,6 +313,15 @@ class Dispatcher:
         size_bytes = layout.asked_blocks(len(tokens) // 4) * layout.grid_tokens * 4
         return self._keyring.chain(root, memoryview(tokens)[:size_bytes], layout.grid_tokens)
 
+    def keys_below(
+        self, publisher: Publisher, tokens: bytes, sharing: Sharing, adapter: str = ""
+    ) -> list[bytes]:
+        """The same blocks' keys as agents make them."""
+        layout, fingerprint = self._layouts[publisher]
+        size_bytes = layout.asked_blocks(len(tokens) // 4) * layout.grid_tokens * 4
+        chain = Chain(self._keyring, fingerprint, layout.grid_tokens, sharing, adapter)
+        return chain.extend(memoryview(tokens)[:size_bytes])
+
     def _decide(self, event: Question) -> Decision:
         ask, promised = self._discounted(self._ask(event))
         if ask.id in self._pending:  # equal ids from two clients must not share books
@@ -353,18 +370,24 @@ class Dispatcher:
             return Ask(event.id, event.prompt_tokens, {}, (), event.unkeyed)
         count = len(event.tokens) // 4
         keys: dict[bytes, list[bytes]] = {}
+        below: dict[bytes, list[bytes]] = {}
         resumes: list[Resume] = []
+        two = event.below is not None and bool(self.directory.shelves)
         for publisher, adapter in event.among:
             layout, fingerprint = self._layouts[publisher]
             if fingerprint in keys:
                 continue
             chain = self.keys(publisher, event.tokens, event.scope, adapter)
-            resumes.extend(self.directory.peek(chain, fingerprint))
-            # one token must be computed
-            keys[fingerprint] = chain[: (count - 1) // layout.grid_tokens]
+            lower = chain
+            most = (count - 1) // layout.grid_tokens  # one token must be computed
+            if two:
+                lower = self.keys_below(publisher, event.tokens, event.sharing(), adapter)
+                below[fingerprint] = lower[:most]
+            resumes.extend(self.directory.peek(chain, fingerprint, lower))
+            keys[fingerprint] = chain[:most]
         if len(keys) > 1:
             resumes.sort(key=_deepest_first)
-        return Ask(event.id, count, keys, resumes)
+        return Ask(event.id, count, keys, resumes, below=below)
 
     def _discounted(self, ask: Ask) -> tuple[Ask, dict[Publisher, int]]:
         """Promises of engines that do not announce their windows, times what they kept so far.

@@ -14,13 +14,20 @@ EQUAL = 0.2  # prices within this share of the lowest are equal: who holds most 
 
 class Ask(msgspec.Struct, frozen=True):
     """What is to be routed. ``keys``: per fingerprint the block keys of the prompt's blocks that
-    may be resumed. ``unkeyed`` says why there are none (then load alone decides)."""
+    may be resumed; ``below``: those that agents know them by, where they are others. ``unkeyed``
+    says why there are none (then load alone decides)."""
 
     id: str
     prompt_tokens: int
     keys: Mapping[bytes, Sequence[bytes]]
     resumes: Sequence[Resume] = ()
     unkeyed: str = ""
+    below: Mapping[bytes, Sequence[bytes]] = {}
+
+    def lower(self, fingerprint: bytes) -> Sequence[bytes]:
+        """The block keys by which agents know the prompt."""
+        keys = self.below.get(fingerprint)
+        return self.keys.get(fingerprint, ()) if keys is None else keys
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -60,14 +60,6 @@ class Sharing(msgspec.Struct, frozen=True):
     public_mark: str = ""
     tenant: str = ""
 
-    def in_engine(self) -> Sharing:
-        """The same in the memory of an engine that hashes the salt into a prompt's first block:
-        whose salts differ share nothing there, not even what is public."""
-        if not self.public_tokens:
-            return self
-        scope = Scope(self.scope.kind, f"{self.scope.id}/{self.public_tokens}-{self.public_mark}")
-        return Sharing(scope, tenant=self.tenant)
-
     def of(self, ring: Keyring, tokens: bytes | memoryview) -> Sharing:
         """The same for the ``tokens`` that an engine really computes: what its salt calls public
         is public only where they begin with it."""

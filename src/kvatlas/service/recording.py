@@ -22,9 +22,9 @@ from kvatlas import __version__
 from kvatlas.core.admission import Rules
 from kvatlas.core.directory import Limits
 from kvatlas.core.dispatch import Input, Join, Question, Settle
-from kvatlas.core.keys import Scope
 from kvatlas.core.records import Publisher
 from kvatlas.core.router import Decision, Params
+from kvatlas.core.tenancy import Sharing
 from kvatlas.errors import ConfigError, TraceError
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ FORMAT = 1
 _FRAME_BYTES_MAX = 1 << 28
 _LENGTH = struct.Struct("<I")
 
-KeysOf = Callable[[Publisher, bytes, Scope, str], list[bytes]]
+KeysOf = Callable[[Publisher, bytes, Sharing, str], list[bytes]]
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -93,11 +93,11 @@ class Recorder:
                 self._kinds[publisher] = fingerprint
             case Settle():
                 self._agents = True
-            case Question(_, among, tokens, scope) if self._agents and self.keys_of is not None:
+            case Question(_, among, tokens) if self._agents and self.keys_of is not None:
                 for publisher, adapter in among if self._file is not None else ():
                     kind = self._kinds[publisher], adapter
                     if kind not in keys:
-                        found = self.keys_of(publisher, tokens, scope, adapter)
+                        found = self.keys_of(publisher, tokens, event.sharing(), adapter)
                         keys[kind] = publisher, tuple(found)
         self._write(Frame(now, event, answer, tuple(keys.values())))
 

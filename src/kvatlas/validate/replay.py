@@ -71,8 +71,8 @@ def _renamed(path: Path) -> dict[bytes, bytes]:
         elif isinstance(frame.event, Question) and frame.keys:
             adapters = dict(frame.event.among)
             for publisher, keys in frame.keys:
-                asked = frame.event.tokens, frame.event.scope, adapters[publisher]
-                found |= zip(keys, dispatcher.keys(publisher, *asked), strict=True)
+                asked = frame.event.tokens, frame.event.sharing(), adapters[publisher]
+                found |= zip(keys, dispatcher.keys_below(publisher, *asked), strict=True)
     return found
 
 
