@@ -192,7 +192,6 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
     "tokenizer": TokenizerConfig,
     "ahead": AheadParams,
     "tenants": TenantsConfig,
-    "tenants.jwt": config_tenants.JwtConfig,
     "tls": TlsConfig,
     "admin": AdminConfig,
     "audit": AuditConfig,

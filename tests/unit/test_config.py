@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from kvatlas import config
-from kvatlas.config_tenants import JwtConfig
 from kvatlas.cli import serve
 from kvatlas.errors import ConfigError
 from kvatlas.service.metrics import GatewayMetrics
@@ -166,7 +165,6 @@ def test_every_table_of_the_file_is_known_to_the_messages() -> None:
         "": config.Config,
         "worker": config.WorkerConfig,
         "agent": config.AgentConfig,
-        "tenants.jwt": JwtConfig,
     }
     assert tables == config._TABLES
 
