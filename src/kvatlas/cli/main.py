@@ -31,6 +31,7 @@ COMMANDS = {
     "devices": "accelerators and links that the time model knows",
     "directory": "what is cached where, asked from a running gateway",
     "transports": "what pairs hand over, how fast, and over what, asked from a running gateway",
+    "tenant": "who the tenants are, by which keys, and what they may hold",
     "doctor": "canaries through a running cluster: what is wrong in it, and what to change",
     "certs": "certificates by which the parts of a cluster know each other",
     "demo": "real engines on this CPU: round robin against kvatlas, side by side",
