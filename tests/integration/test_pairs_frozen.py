@@ -27,6 +27,7 @@ REQUESTS = 100
 DEADLINE_S = 4.0
 LEASE_S = 6.0
 SLACK_S = 0.1
+AS_THEY_ARE = 1e6  # tokens/s
 LAYOUTS = pytest.mark.parametrize("layout", ["32", "deepseek-v4-flash"])
 
 
@@ -46,8 +47,8 @@ def cluster_of(layout: str, count: int) -> StubCluster:
 class Stand:
     """A pair, whatever else the test wants, and a gateway before them."""
 
-    def __init__(self, layout: str, roles: str) -> None:
-        self.layout, self.roles = layout, roles
+    def __init__(self, layout: str, roles: str, prior: float = AS_THEY_ARE) -> None:
+        self.layout, self.roles, self.prior = layout, roles, prior
         self.cluster = cluster_of(layout, len(roles))
 
     async def __aenter__(self) -> Stand:
@@ -55,7 +56,7 @@ class Stand:
         workers = halves(self.cluster, self.layout, self.roles)
         self.product = Product(
             workers,
-            router=RouterConfig(prefill_tokens_per_s=1e6),  # as they are
+            router=RouterConfig(prefill_tokens_per_s=self.prior),
             timing=Timing(poll_s=1.0, timeout_s=5.0, retry_max_s=1.0),
         )
         await self.product.__aenter__()
@@ -142,6 +143,24 @@ def test_a_hundred_requests_with_a_frozen_leg(layout: str, stream: bool, fault: 
             return Counter(got.fallback for got in answers)
 
     assert sum(warp.run(main()).values()) == REQUESTS
+
+
+@pytest.mark.parametrize("prior", [AS_THEY_ARE / 125, 1000 * AS_THEY_ARE])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.roles}-{fault.frozen}")
+def test_a_price_that_nobody_measured_decides_nothing(fault: Fault, prior: float) -> None:
+    """By the slow prior no rung fits below the one that is frozen, nor in what is left."""
+
+    async def main() -> None:
+        async with Stand("32", fault.roles, prior) as stand:
+            stand.fault(fault.worker, frozen=fault.frozen)
+            answers = await stand.ask_all(stream=True)
+            assert {got.status for got in answers} == {200}
+            met = Counter(got.fallback for got in answers if got.fallback)
+            assert met
+            assert all(f"{fault.rung}: timeout" in left for left in met), met
+            await stand.nothing_held()
+
+    warp.run(main())
 
 
 @LAYOUTS

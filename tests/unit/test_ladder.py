@@ -6,6 +6,7 @@ import math
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -228,7 +229,9 @@ def test_state_that_was_not_loaded() -> None:
         ("remote", "not_loaded", "local", "a"),
         ("remote", "not_loaded", "recompute", "a"),
     ]
-    assert [f.cost_s for f in route.fallbacks] == [2.0, 0.0]
+    guessed = msgspec.structs.replace(lower, ttft_s=0.0)
+    ladder.resumed(guessed, 0, 3.0)
+    assert [f.cost_s for f in route.fallbacks] == [2.0, 0.0, 0.0]
 
 
 HALVES = st.sampled_from(["", "prefill"])

@@ -180,3 +180,38 @@ async def test_a_decode_half_that_refuses_is_no_hand_off() -> None:
     assert entry is not None
     assert entry.hand_off is not None
     assert entry.hand_off.took_s == pytest.approx(GOOD_S)
+
+
+async def test_the_ladder_goes_by_measured_prices_only() -> None:
+    """Until then a plan has its price, by which it is compared, and nobody is left for it."""
+    stand = Stand("pdc")
+
+    async def routed() -> tuple[list[float], list[float], float]:
+        stand.requests += 1
+        id = f"r{stand.requests}"
+        body: dict[str, object] = {"model": "m", "prompt": "x"}
+        request = Inbound(id, "/v1/completions", body, {}, deadline_s=4.0)
+        route = await stand.steering.choose(request)
+        entry = stand.log.get(id)
+        assert entry is not None
+        first = route.targets[0]
+        stand.steering.sent(route, first)
+        stand.now += 0.2
+        if first.half:
+            stand.steering.prefilled(route, first, 0, 0.2)
+            (second,) = stand.steering.decoders(route, first)
+            assert bool(second.ttft_s) == bool(first.ttft_s)
+            first = second
+        else:
+            stand.steering.first_token(route, 0.2)
+        stand.steering.finished(route, Outcome(first, 200, ttft_s=0.2))
+        prices = [plan.price.ttft_s for plan in entry.decision.plans]
+        return [target.ttft_s for target in route.targets], prices, route.alone_s
+
+    told, prices, alone_s = await routed()
+    assert all(prices)
+    assert (told, alone_s) == ([0.0, 0.0], 0.0)
+    for _ in range(30):
+        told, prices, alone_s = await routed()
+    assert told == prices
+    assert 0 < alone_s < 4.0

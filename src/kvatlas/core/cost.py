@@ -20,7 +20,7 @@ _BELIEVED = 3.0  # times the usual error
 # Priors for a first load from each tier, bytes/s; replaced by what is measured.
 PRIOR_BYTES_PER_S = {Tier.DRAM: 20e9, Tier.DISK: 3e9, Tier.OBJECT: 2e9, Tier.PEER: 5e9}
 PRIOR_LATENCY_S = 0.005
-_POOL_KNOWN = 24  # observations of a pool before an engine is compared with it
+_POOL_KNOWN = 24  # observations of a pool before its prices count for more than a guess
 _DOUBT = 1.5  # times the error that its own estimates would have to fall short of the pool's
 _PRIOR_CROWD_S = 0.004  # decode slowed by one more request in flight, over one answer
 _PRIOR_BESIDE_S = 0.0001  # prefill slowed by one more request that decodes beside it
@@ -243,6 +243,11 @@ class PoolCost:
             for tier, rate in PRIOR_BYTES_PER_S.items()
         }
 
+    @property
+    def known(self) -> bool:
+        """Whether enough was measured for prices to rest on more than the prior."""
+        return self.prefill.count >= _POOL_KNOWN
+
     def work(self, start: int, end: int, beside: int = 0) -> Work:
         """Of computing tokens start…end-1 behind a step in which ``beside`` requests decode:
         operations, or tokens where the model is not known."""
@@ -295,7 +300,7 @@ class EngineCost:
     def observe_prefill(self, work: Work, seconds: float) -> None:
         """What was computed, and its own service time: first token minus when the engine could
         begin it."""
-        if self.pool.prefill.count >= _POOL_KNOWN:
+        if self.pool.known:
             self._compare(work, seconds)
         self.pool.prefill.observe(work, seconds)
 

@@ -180,6 +180,12 @@ class Router:
         engine = self._engines.get(publisher)
         return engine.cost if engine is not None else None
 
+    def foreseen(self, plan: Plan) -> Price | None:
+        """What may be relied on of a plan's price: nothing before engines like that were measured,
+        for a prior may be wrong by any factor."""
+        cost = self.cost(plan.publisher)
+        return plan.price if cost is not None and cost.pool.known else None
+
     def waits(self, now: float) -> dict[Publisher, float]:
         """Seconds until each candidate could begin with a request."""
         return {p: e.wait_s(now) for p, e in self._engines.items() if e.up}

@@ -169,11 +169,12 @@ class Pairing:
 
     def alone_s(self, decision: Decision, serving: Iterable[Publisher]) -> float:
         """Seconds to the first token on one engine that does it all, should the pair be given up;
-        inf where none can."""
+        0 where they are only guessed, inf where none can."""
         ask = Ask(decision.id, decision.prompt_tokens, {}, (), HALF)
         among = self._whole(serving)
-        plans = self._dispatcher.router.peek(ask, self._clock(), among=among).plans
-        return min((plan.price.ttft_s for plan in plans), default=math.inf)
+        router = self._dispatcher.router
+        prices = map(router.foreseen, router.peek(ask, self._clock(), among=among).plans)
+        return min((price.ttft_s if price else 0.0 for price in prices), default=math.inf)
 
     def sent(self, id: str, to: Publisher) -> bool:
         """Whether it is such a leg that goes to ``to`` now; then it is in the books."""

@@ -43,7 +43,7 @@ class Target(msgspec.Struct, frozen=True):
     ``half``: which half of a pair it is asked to be, "" for all of it; ``pairing`` and
     ``bootstrap`` are how the halves meet. ``remote_tokens``: of the expected hit, what must be
     loaded from below hbm. ``ttft_s``: predicted seconds from here to its first token (of a first
-    half: of its pair), of them ``wait_s`` in queues; 0 where nothing was predicted.
+    half: of its pair), of them ``wait_s`` in queues; 0 where that could only be guessed.
     """
 
     worker: str
@@ -71,8 +71,8 @@ class Route(msgspec.Struct):
     ``prompt_tokens`` is -1 where the prompt could not be tokenized; ``unkeyed`` then says why
     the route was chosen by load alone ("" when it was priced). ``whole``: why one engine does it
     all where there are halves of pairs ("" where it may be split). ``deadline_s`` as in `Inbound`.
-    ``alone_s``: of a pair, the seconds to the first token on one engine instead; inf where it is
-    not known. ``fallbacks``: what it has left so far, in order.
+    ``alone_s``: of a pair, the seconds to the first token on one engine instead, 0 where they can
+    only be guessed; inf where none can. ``fallbacks``: what it has left so far, in order.
     """
 
     id: str

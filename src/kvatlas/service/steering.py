@@ -190,7 +190,7 @@ class Steering:
             self.fallbacks[decision.unkeyed] += 1
         if not whole:
             decision = self._dispatcher.in_time_first(self._pairing.priced(decision, ranks))
-        targets = tuple(_target(ranks[p.publisher], p, whole=bool(whole)) for p in decision.plans)
+        targets = tuple(self._target(p, whole=bool(whole)) for p in decision.plans)
         shares = {str(p): share for p, share in self._dispatcher.shares(decision.id).items()}
         self._pending[decision.id] = self._log.decided(decision, shares)
         self._serves[decision.id] = tuple(ranks)
@@ -215,8 +215,7 @@ class Steering:
         entry.decision = msgspec.structs.replace(
             entry.decision, plans=(*entry.decision.plans, *plans)
         )
-        whole = bool(route.whole)
-        return tuple(_target(self._ranks[plan.publisher], plan, whole=whole) for plan in plans)
+        return tuple(self._target(plan, whole=bool(route.whole)) for plan in plans)
 
     def decoders(self, route: Route, prefill: Target) -> tuple[Target, ...]:
         """Decode halves that may pair with it, by price."""
@@ -224,7 +223,7 @@ class Steering:
         if first not in serving:
             return ()
         order = self._pairing.decoders(route.id, first, serving, route.prompt_tokens)
-        return tuple(_priced(self._ranks[plan.publisher], plan, "decode") for plan in order)
+        return tuple(self._priced(plan, "decode") for plan in order)
 
     def alone(self, route: Route, failed: Half) -> tuple[Target, ...]:
         """Engines that look well, by load: decode halves, combined ones, prefill halves."""
@@ -235,7 +234,7 @@ class Steering:
         self.tell(Finished(route.id, first, False))  # where it is not over already
         serving = self._still(route)
         order = self._pairing.alone(route.id, serving, route.prompt_tokens, failed)
-        return tuple(_priced(self._ranks[plan.publisher], plan, "") for plan in order)
+        return tuple(self._priced(plan, "") for plan in order)
 
     def prefilled(self, route: Route, prefill: Target, cached_tokens: int, ttft_s: float) -> None:
         """Free its books, and learn from what it took."""
@@ -369,6 +368,27 @@ class Steering:
         tokens = max((prompt.tokens, *prompt.others), key=len)
         return prompt, [(rank, self._keys(rank, request, tokens)) for rank in ranks.values()]
 
+    def _target(self, plan: Plan, *, whole: bool) -> Target:
+        first = self._ranks[plan.publisher].role == "prefill" and not whole
+        return msgspec.structs.replace(
+            self._priced(plan, "prefill" if first else ""),
+            expected_hit_tokens=plan.resume_tokens,
+            remote_tokens=sum(plan.tier_tokens[1:]),
+        )
+
+    def _priced(self, plan: Plan, half: Half) -> Target:
+        rank, price = self._ranks[plan.publisher], self._dispatcher.router.foreseen(plan)
+        return Target(
+            str(rank.publisher),
+            rank.url,
+            rank.headers,
+            half=half,
+            pairing=rank.pairing,
+            bootstrap=rank.bootstrap,
+            ttft_s=price.ttft_s if price else 0.0,
+            wait_s=price.wait_s if price else 0.0,
+        )
+
     def _keys(self, rank: Rank, request: Inbound, tokens: bytes) -> list[bytes]:
         adapter = _adapter(rank, request)
         return self._dispatcher.keys(rank.publisher, tokens, scope_of(request), adapter)
@@ -410,28 +430,6 @@ def scope_of(request: Inbound) -> Scope:
     """Who may share this prompt's blocks: the salt in the header wins over the one in the body."""
     salt = request.headers.get(SALT_HEADER) or request.body.get("cache_salt")
     return tenant_scope(salt) if isinstance(salt, str) else PUBLIC
-
-
-def _target(rank: Rank, plan: Plan, *, whole: bool) -> Target:
-    target = _priced(rank, plan, "prefill" if rank.role == "prefill" and not whole else "")
-    return msgspec.structs.replace(
-        target,
-        expected_hit_tokens=plan.resume_tokens,
-        remote_tokens=sum(plan.tier_tokens[1:]),
-    )
-
-
-def _priced(rank: Rank, plan: Plan, half: Half) -> Target:
-    return Target(
-        str(rank.publisher),
-        rank.url,
-        rank.headers,
-        half=half,
-        pairing=rank.pairing,
-        bootstrap=rank.bootstrap,
-        ttft_s=plan.price.ttft_s,
-        wait_s=plan.price.wait_s,
-    )
 
 
 def _not_taken(decision: Decision, refusal: Refusal) -> RequestError:
