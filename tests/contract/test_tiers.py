@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sealing_kit import sealer_of
 
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.arena import Arena
@@ -79,7 +80,15 @@ class Disk(Kit):
             file.write(bytes([byte ^ 1]))
 
 
-KITS: tuple[type[Kit], ...] = (Dram, Disk)
+class SealedDisk(Disk):
+    def open(self) -> Store:
+        sealer = sealer_of(self.directory / "keys")
+        return DiskStore(
+            self.directory / "disk", CAPACITY_BYTES, segment_bytes=4 << 20, sealer=sealer
+        )
+
+
+KITS: tuple[type[Kit], ...] = (Dram, Disk, SealedDisk)
 
 
 @pytest.fixture(params=KITS, ids=lambda kit: kit.__name__.lower())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sealing_kit import flipped, sealer_of
 from stores_kit import finished
 from stores_rigs import (
     MooncakeRig,
@@ -63,6 +64,17 @@ class Valkey(Remote):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.rig = ValkeyRig(directory)
+
+
+class SealedValkey(Valkey):
+    rig: ValkeyRig
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.rig.sealer = sealer_of(directory / "keys")
+
+    def damage(self, store: Any, name: bytes) -> None:
+        self.rig.stored(name, flipped(self.rig.stored(name)))
 
 
 class PeerThere:
@@ -142,9 +154,21 @@ class S3(Remote):
         self.rig = S3Rig(directory)
 
 
+class SealedS3(S3):
+    rig: S3Rig
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.rig.sealer = sealer_of(directory / "keys")
+
+    def damage(self, store: Any, name: bytes) -> None:
+        self.rig.stored(name, flipped(self.rig.stored(name)))
+
+
 KITS = (
-    *(Valkey, Peer),
+    *(Valkey, SealedValkey, Peer),
     pytest.param(S3, marks=pytest.mark.engine),
+    pytest.param(SealedS3, marks=pytest.mark.engine),
     pytest.param(Mooncake, marks=pytest.mark.engine),
 )
 

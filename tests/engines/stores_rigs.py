@@ -14,6 +14,7 @@ from stores_kit import Server, finished, start_valkey, wait_until
 
 from kvatlas.connectors.child import free_ports
 from kvatlas.dataplane.arena import Arena
+from kvatlas.dataplane.sealing import Sealer
 from kvatlas.dataplane.tiers import framing, mooncake, peer, s3, valkey
 from kvatlas.dataplane.tiers.base import Piece, Store, checksum_of
 from kvatlas.dataplane.tiers.dram import DramStore
@@ -41,6 +42,7 @@ class Rig(Protocol):
 
 class ValkeyRig:
     writes = True
+    sealer: Sealer | None = None
 
     def __init__(self, directory: Path, *options: str) -> None:
         self._directory = directory
@@ -49,11 +51,18 @@ class ValkeyRig:
 
     def store(self, port: int, deadline_s: float = 10.0, lost: list[str] | None = None) -> Store:
         settings = valkey.Settings(port=port, deadline_s=deadline_s, streams=2, queue_max=64)
-        return valkey.ValkeyStore(settings, (lost if lost is not None else []).append)
+        return valkey.ValkeyStore(settings, (lost if lost is not None else []).append, self.sealer)
 
     def put(self, name: bytes, value: bytes, stored: bytes | None = None) -> None:
         head = framing.pack(Piece(name, memoryview(value))) or b""
         self.ask(b"SET", b"kvatlas:v:" + name, head + (value if stored is None else stored))
+
+    def stored(self, name: bytes, data: bytes | None = None) -> bytes:
+        """What lies under a name, label and all; ``data`` is put in its place."""
+        if data is not None:
+            self.ask(b"SET", b"kvatlas:v:" + name, data)
+        (found,) = self.ask(b"GET", b"kvatlas:v:" + name)
+        return found if isinstance(found, bytes) else b""
 
     def ask(self, *words: bytes) -> list[bytes | int | None]:
         server = valkey.Server.connect(Address("127.0.0.1", self.port), _soon())
@@ -207,6 +216,7 @@ class S3Rig:
     """Moto's server, by HTTP."""
 
     writes = True
+    sealer: Sealer | None = None
     bucket = "kvatlas-test"
 
     def __init__(self, directory: Path) -> None:
@@ -241,7 +251,15 @@ class S3Rig:
             queue_max=1024,
             deadline_s=deadline_s,
         )
-        return s3.S3Store(settings)
+        return s3.S3Store(settings, self.sealer)
+
+    def stored(self, name: bytes, data: bytes | None = None) -> bytes:
+        """As `ValkeyRig.stored`."""
+        client, where = self.client(), {"Bucket": self.bucket, "Key": "kvatlas/" + name.hex()}
+        if data is not None:
+            client.put_object(**where, Body=data)
+        found: bytes = client.get_object(**where)["Body"].read()
+        return found
 
     def put(self, name: bytes, value: bytes, stored: bytes | None = None) -> None:
         head = framing.pack(Piece(name, memoryview(value))) or b""

@@ -25,6 +25,7 @@ RECORD_BYTES = 1024  # of every resume record, filled up: who looks for one know
 _HEAD = struct.Struct("<4sHH")
 _TAIL = struct.Struct("<Q")
 SUM_BYTES = 16
+_SEALED = b"KVAs"
 
 
 class Label(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -43,6 +44,16 @@ class Label(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     index: int = 0
     tenant: str = ""
     fingerprint: bytes = b""
+
+
+class SealedLabel(Label, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The label of bytes that are sealed (`sealing`). Of their ``checksum`` nothing is said in the
+    clear: it lies in ``closed``, sealed with them, before their tag. ``key`` names one of the
+    tenant's."""
+
+    key: bytes = b""
+    nonce: bytes = b""
+    closed: bytes = b""
 
 
 class Component(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -98,14 +109,17 @@ def pack(value: Label | ResumeRecord) -> bytes:
 
 
 def unpack(data: memoryview | bytes, kind: type[_T]) -> _T:
-    """What begins at the start of ``data``; more may follow it.
+    """What begins at the start of ``data``; more may follow it. Who asks for a label may get a
+    sealed one.
 
     Raises StoreError for anything that `pack` did not write whole, and for other versions.
     """
-    magic, limit = _kind(kind)
     if len(data) < _HEAD.size + _TAIL.size:
         raise StoreError(f"{len(data)} bytes are too few for a {kind.__name__}")
     found, version, length = _HEAD.unpack_from(data)
+    if kind is Label and found == _SEALED:
+        kind = SealedLabel  # type: ignore[assignment]  # which is a label
+    magic, limit = _kind(kind)
     if found != magic:
         raise StoreError(f"these bytes are no {kind.__name__} of ours")
     if version != VERSION:
@@ -124,4 +138,6 @@ def unpack(data: memoryview | bytes, kind: type[_T]) -> _T:
 def _kind(kind: type[Label] | type[ResumeRecord]) -> tuple[bytes, int]:
     if kind is Label:
         return b"KVAl", LABEL_BYTES_MAX
+    if kind is SealedLabel:
+        return _SEALED, LABEL_BYTES_MAX
     return b"KVAr", RECORD_BYTES

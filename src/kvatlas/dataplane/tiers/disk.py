@@ -16,41 +16,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
-
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.codec import Codec, decode, encode
 from kvatlas.dataplane.extents import GRAIN_BYTES, whole
+from kvatlas.dataplane.keystore import KeyDropped, KeyMissing
 from kvatlas.dataplane.records import (
     LABEL_BYTES_MAX,
     Label,
+    SealedLabel,
     checksum_bytes,
     checksum_int,
     pack,
     unpack,
 )
-from kvatlas.dataplane.tiers import framing
+from kvatlas.dataplane.sealing import Sealer
 from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Piece, checksum_of, let_go
 from kvatlas.dataplane.tiers.disk_catalogue import Catalogue, Row
 from kvatlas.dataplane.tiers.disk_commits import Commits
 from kvatlas.dataplane.tiers.disk_files import Files
 from kvatlas.dataplane.tiers.disk_room import Room
-from kvatlas.dataplane.tiers.work import Batch, Why, Workers, check, unfit
+from kvatlas.dataplane.tiers.disk_units import Held, held_of, room_of, start_sealed, unfit
+from kvatlas.dataplane.tiers.work import Batch, Why, Workers, check
 from kvatlas.errors import ConfigError, StoreError
 
 _MASK = GRAIN_BYTES - 1
 _FOOT_BYTES = whole(GRAIN_BYTES - 1 + LABEL_BYTES_MAX)  # a unit's last bytes and its label
-
-
-class Held(msgspec.Struct, eq=False, gc=False):
-    """A unit that can be found. ``gone``: not any more; its room is free with its last reader."""
-
-    label: Label
-    place: int
-    room: int
-    readers: int = 0
-    gone: bool = False
-    broken: bool = False
 
 
 class _Flight:
@@ -77,10 +67,12 @@ class DiskStore:
         deadline_s: float = 30.0,
         codec: Codec = Codec.RAW,
         files: Callable[[Path], Files] = Files,
+        sealer: Sealer | None = None,
     ) -> None:
         """Opens what is in ``directory``, or makes it. Raises ConfigError when that cannot be.
 
-        ``capacity_bytes`` counts in whole segments, which are no larger than it.
+        ``capacity_bytes`` counts in whole segments, which are no larger than it. With a ``sealer``
+        all is sealed, and what was not is removed with the files that it lay in.
         """
         if not isinstance(capacity_bytes, int) or capacity_bytes < GRAIN_BYTES:
             raise ConfigError(f"disk: capacity of {capacity_bytes!r} bytes: at least {GRAIN_BYTES}")
@@ -88,12 +80,14 @@ class DiskStore:
             raise ConfigError("disk: segment, threads, queue and deadline must be above zero")
         self.counts = Counts()
         self._codec = codec
+        self._sealer = sealer
         segment = min(segment_bytes, capacity_bytes) // GRAIN_BYTES * GRAIN_BYTES
         self._room = Room(segment)
         self._held: dict[bytes, Held] = {}
         with ExitStack() as undo:
             self._files = files(directory)
             undo.callback(self._files.close)
+            start_sealed(self._files, segment, self.counts, sealed=sealer is not None)
             catalogue = Catalogue(directory, segment)
             undo.callback(catalogue.close)
             self._commits = Commits(catalogue, self._files, self.counts)
@@ -134,14 +128,14 @@ class DiskStore:
     def scan(self) -> Iterator[Entry]:
         """As `Store.scan`, out of memory."""
         with self._lock:
-            labels = [held.label for held in self._held.values()]
-        for label in labels:
-            yield framing.entry(label)
+            there = list(self._held.values())
+        for held in there:
+            yield held.entry()
 
     def entry(self, name: bytes) -> Entry | None:
         """What is said of one name."""
         held = self._held.get(name)
-        return None if held is None else framing.entry(held.label)
+        return None if held is None else held.entry()
 
     def has(self, names: Sequence[bytes]) -> int:
         """How many of them are held, up to the first that is not."""
@@ -220,7 +214,7 @@ class DiskStore:
         shared: dict[object, object] = {}
         while catalogue.found:  # from the first place on; nothing is kept twice on the way
             row = catalogue.found.pop()
-            held = _held_of(row, shared)
+            held = held_of(row, shared, self._sealer, self.counts)
             number, offset = divmod(row.place, size)
             fits = number in there and offset + row.room <= there[number]
             if held is None or not fits or row.place < end:
@@ -252,12 +246,14 @@ class DiskStore:
                 other.followers.append((batch, piece))
                 return False  # its view is read no more
         if held is not None or other is not None:
-            same = held is not None and held.label.checksum == checksum_bytes(checksum)
+            same = held is not None and held.checksum in (b"", checksum_bytes(checksum))
             batch.settle(piece, None if same else Why.CONFLICT)
             return False
         why: Why | None = Why.IO
         try:
             why = self._store(piece)
+        except KeyMissing:
+            why = Why.NO_KEY
         except StoreError:
             why = Why.INVALID  # a label that does not fit
         finally:
@@ -285,13 +281,16 @@ class DiskStore:
             piece.tenant,
             piece.fingerprint,
         )
+        if self._sealer is not None:
+            into = self._sealer.room(len(stored))
+            label, stored = self._sealer.seal(label, stored, into), into
         packed = pack(label)
-        room = _room_of(len(stored), len(packed))
+        room = room_of(len(stored), len(packed))
         with self._lock:
             place = self._room.take(room)
         if place is None:
             return Why.FULL
-        held = Held(label, place, room)
+        held = Held(label, place, room, checksum_bytes(piece.checksum))
         try:
             self._put(held, stored, packed)
         except OSError as error:
@@ -332,7 +331,7 @@ class DiskStore:
         check(piece, filled=True)
         with self._lock:
             held = self._held.get(piece.name)
-            why = Why.MISSING if held is None else _unfit(piece, held.label)
+            why = Why.MISSING if held is None else unfit(piece, held)
             if held is not None and why is None:
                 if (leader := self._reading.get(piece.name)) is not None:
                     leader.followers.append((batch, piece))
@@ -342,28 +341,28 @@ class DiskStore:
         if held is None or why is not None:
             batch.settle(piece, why)
             return False
-        why = Why.IO
+        why, asked = Why.IO, piece.checksum
         try:
             why = self._fetch(held, piece)
         finally:
             with self._lock:
                 del self._reading[piece.name]
-            if why is not None:
-                self._quarantine(held, broken=why is Why.IO)
+            if why not in (None, Why.LOCKED):
+                self._quarantine(held, why)
             for other, each in flight.followers:
                 came = why or (Why.LATE if other.over else self._hand_on(held, batch, piece, each))
                 other.settle(each, came)
                 let_go(each, self.counts)
             self._let_go(held)
-            batch.settle(piece, why)
+            batch.settle(piece, why or _other(asked, piece))
         return False
 
     def _hand_on(self, held: Held, batch: Batch, source: Piece, target: Piece) -> Why | None:
         target.view[:] = source.view
-        target.checksum = checksum_int(held.label.checksum)
+        asked, target.checksum = target.checksum, checksum_int(held.checksum)
         if batch.over and checksum_of(target.view) != target.checksum:
             return Why.LATE  # whose view that was took it as failed, and may have written to it
-        return None
+        return _other(asked, target)
 
     def _fetch(self, held: Held, piece: Piece) -> Why | None:
         label = held.label
@@ -382,12 +381,22 @@ class DiskStore:
         try:
             if unpack(foot[rest:], Label) != label:
                 return Why.FOREIGN
+            told = label.checksum
+            if self._sealer is not None and isinstance(label, SealedLabel):
+                told = self._sealer.open(label, stored, stored)
             if label.codec:
                 decode(label.codec, stored, piece.view)
+        except KeyDropped:
+            return Why.ERASED
+        except KeyMissing:
+            return Why.LOCKED
         except StoreError:
             return Why.DAMAGED
         piece.checksum = checksum_of(piece.view)
-        return None if checksum_bytes(piece.checksum) == label.checksum else Why.DAMAGED
+        if checksum_bytes(piece.checksum) != told:
+            return Why.DAMAGED
+        held.checksum = told
+        return None
 
     def _get(self, held: Held, head: memoryview, foot: memoryview) -> int:
         """Raises OSError."""
@@ -418,16 +427,17 @@ class DiskStore:
 
     # -- ends -----------------------------------------------------------------------------------
 
-    def _quarantine(self, held: Held, *, broken: bool) -> None:
+    def _quarantine(self, held: Held, why: Why | None) -> None:
         """What failed is found by nobody; a place that the medium cannot read is not used again."""
-        self.counts.add("quarantined")
+        if why is not Why.ERASED:
+            self.counts.add("quarantined")
         with self._lock:
             found = self._held.get(held.label.name) is held
             if found:
                 del self._held[held.label.name]
         if found:
             self._commits.drop([held.label.name])
-            self._leave(held, broken=broken)
+            self._leave(held, broken=why is Why.IO)
 
     def _leave(self, held: Held, *, broken: bool = False) -> None:
         with self._lock:
@@ -450,26 +460,6 @@ class DiskStore:
         self._drop_emptied()
 
 
-def _room_of(stored_bytes: int, label_bytes: int) -> int:
-    return whole(stored_bytes + label_bytes)
-
-
-def _held_of(row: Row, shared: dict[object, object]) -> Held | None:
-    """None: not what was written. ``shared``: values that many labels have."""
-    try:
-        label = unpack(row.label, Label)
-    except StoreError:
-        return None
-    right = label.name == row.name and label.size_bytes > 0 and label.stored_bytes > 0
-    right = right and row.room == _room_of(label.stored_bytes, len(row.label))
-    if not right or row.place < 0:
-        return None
-    same = {
-        name: shared.setdefault(getattr(label, name), getattr(label, name))
-        for name in ("tenant", "fingerprint", "size_bytes", "stored_bytes")
-    }
-    return Held(msgspec.structs.replace(label, **same), row.place, row.room)
-
-
-def _unfit(piece: Piece, label: Label) -> Why | None:
-    return unfit(piece, label.size_bytes, checksum_int(label.checksum), label.fingerprint)
+def _other(asked: int, piece: Piece) -> Why | None:
+    """What a sealed value's checksum is may be known only now."""
+    return Why.CONFLICT if asked not in (0, piece.checksum) else None

@@ -15,6 +15,7 @@ import msgspec
 
 from kvatlas.dataplane.arena import Arena
 from kvatlas.dataplane.codec import Codec
+from kvatlas.dataplane.sealing import Sealer
 from kvatlas.dataplane.tiers import mooncake, s3, valkey
 from kvatlas.dataplane.tiers.base import Shared
 from kvatlas.dataplane.tiers.sockets import Address
@@ -26,9 +27,12 @@ _SECRETS = {"password", "access_key", "secret_key"}
 T = TypeVar("T")
 
 
-def open_object(url: str, arena: Arena, lost: Callable[[str], None]) -> Shared:
-    """A store for the `object` tier; ``lost`` is told when all that was in it is gone. Raises
-    ConfigError for what is no such URL, or cannot work here."""
+def open_object(
+    url: str, arena: Arena, lost: Callable[[str], None], sealer: Sealer | None = None
+) -> Shared:
+    """A store for the `object` tier; ``lost`` is told when all that was in it is gone. With a
+    ``sealer`` nothing goes there in the clear. Raises ConfigError for what is no such URL, or
+    cannot work here."""
     try:
         parts = urlsplit(url)
         port = parts.port or 0
@@ -45,14 +49,16 @@ def open_object(url: str, arena: Arena, lost: Callable[[str], None]) -> Shared:
         raise ConfigError(f"--object: {min(secret)} must not stand in a URL: others can read it")
     match parts.scheme:
         case "valkey":
-            return valkey.ValkeyStore(_valkey(parts, port, given), lost)
+            return valkey.ValkeyStore(_valkey(parts, port, given), lost, sealer)
         case "mooncake":
+            if sealer is not None:
+                raise ConfigError("--seal-keys: not with mooncake:// yet: use valkey:// or s3://")
             given["master"] = f"{parts.hostname or ''}:{port}"
             if not parts.hostname or not port:
                 raise ConfigError(f"--object {url!r}: mooncake://HOST:PORT is that of the master")
             return mooncake.MooncakeStore(_settings(mooncake.Settings, given), arena, lost)
         case "s3":
-            return s3.S3Store(_settings(s3.Settings, given | {"bucket": parts.netloc}))
+            return s3.S3Store(_settings(s3.Settings, given | {"bucket": parts.netloc}), sealer)
     kinds = ", ".join(f"{kind}://" for kind in KINDS)
     raise ConfigError(f"--object {url!r}: one of {kinds} is wanted")
 

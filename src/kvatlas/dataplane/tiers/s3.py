@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.codec import Codec
+from kvatlas.dataplane.keystore import KeyMissing
+from kvatlas.dataplane.records import SealedLabel
+from kvatlas.dataplane.sealing import Sealer
 from kvatlas.dataplane.tiers import framing
 from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Piece, asked
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
@@ -65,12 +70,13 @@ class S3Store:
 
     tier = Tier.OBJECT
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, sealer: Sealer | None = None) -> None:
         """Connects when it is first used. Raises ConfigError where obstore is not installed, or
         what it is told cannot work."""
         self.settings = settings
         self.transport = "tcp" if settings.endpoint.startswith("http://") else "tls"
         self._counts = Counts()
+        self._sealer = sealer
         self._api, self._bucket = _opened(settings)
         self._workers = Workers(
             "kvatlas-s3",
@@ -119,6 +125,25 @@ class S3Store:
         except Exception as error:
             raise StoreError(f"s3: list: {error}") from error
 
+    def labels(self) -> Iterator[Entry]:
+        """See `base.Shared`; a request for each value. Raises StoreError."""
+        with ThreadPoolExecutor(self.settings.threads, "kvatlas-s3-labels") as threads:
+            found = self.scan()
+            while some := list(islice(found, DELETE_KEYS)):
+                yield from filter(None, threads.map(self._labelled, some))
+
+    def _labelled(self, found: Entry) -> Entry | None:
+        """None: it is gone meanwhile, or no value of ours."""
+        key = self._key(found.name)
+        try:
+            head = self._api.get_range(self._bucket, key, start=0, length=HEADER_BYTES)
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise StoreError(f"s3: {key}: {error}") from error
+        label = framing.unpack(memoryview(head))
+        return None if label is None or label.name != found.name else framing.entry(label)
+
     def close(self) -> None:
         """See `base.Store`."""
         if not self._workers.close():
@@ -130,7 +155,11 @@ class S3Store:
         if not framing.fit(piece):
             batch.settle(piece, Why.INVALID)
             return False
-        parts = framing.coded(piece, self.settings.codec)
+        try:
+            parts = framing.coded(piece, self.settings.codec, self._sealer)
+        except KeyMissing:
+            batch.settle(piece, Why.NO_KEY)
+            return False
         if parts is None:
             batch.settle(piece, Why.DAMAGED)
             return False
@@ -161,17 +190,18 @@ class S3Store:
             batch.settle(piece, Why.DAMAGED)
             return False
         stored = data[HEADER_BYTES:]
-        if len(stored) == piece.view.nbytes:
-            piece.view[:] = stored
         label = framing.unpack(data[:HEADER_BYTES])
-        verdict = framing.judge(label, piece, len(stored), stored=stored)
-        if verdict is Verdict.BROKEN:
-            self._counts.add("quarantined")
+        if len(stored) == piece.view.nbytes and not isinstance(label, SealedLabel):
+            piece.view[:] = stored
+        verdict = framing.judge(label, piece, len(stored), stored=stored, sealer=self._sealer)
+        verdict.count(self._counts)
+        if verdict.goes:
             try:
                 self.delete([piece.name])
             except StoreError:
                 self._counts.add("quarantine_failed")
-        batch.settle(piece, None if verdict is Verdict.RIGHT else Why.DAMAGED)
+        wrong = Why.MISSING if verdict.missing else Why.DAMAGED
+        batch.settle(piece, None if verdict is Verdict.RIGHT else wrong)
         return False
 
     def _find(self, batch: Batch, piece: Piece) -> bool:

@@ -20,7 +20,10 @@ import xxhash
 
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.codec import Codec
+from kvatlas.dataplane.extents import whole
+from kvatlas.dataplane.keystore import KeyMissing
 from kvatlas.dataplane.records import Label
+from kvatlas.dataplane.sealing import Sealer
 from kvatlas.dataplane.tiers import framing
 from kvatlas.dataplane.tiers.base import Entry, Finish, Life, Piece, asked
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
@@ -29,6 +32,7 @@ from kvatlas.dataplane.tiers.sockets import Address, Digest, Stream
 from kvatlas.errors import ConfigError
 
 CHUNK_BYTES = 64 << 20  # the server's default limit of a value is 512 MB
+CHUNKS_MAX = 4096  # of a value that is removed: what its label says is not believed
 SCAN_KEYS = 1000
 AHEAD_BYTES = 256 << 10
 _ANSWER_BYTES_MAX = 1 << 20
@@ -151,8 +155,14 @@ class ValkeyStore:
     tier = Tier.OBJECT
     transport: str
 
-    def __init__(self, settings: Settings, lost: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        lost: Callable[[str], None] | None = None,
+        sealer: Sealer | None = None,
+    ) -> None:
         self.settings = settings
+        self._sealer = sealer
         self.transport = "tcp" if settings.port else "unix"
         self._address = Address(settings.host, settings.port)
         self._prefix = settings.prefix.encode()
@@ -195,7 +205,7 @@ class ValkeyStore:
                 keys: list[bytes] = []
                 for name, header in zip(part, self._headers(server, part), strict=True):
                     extra = self._chunks(header.size_bytes) if header else 0
-                    keys += [self._key(name, i) for i in range(min(extra, 4096) + 1)]
+                    keys += [self._key(name, i) for i in range(min(extra, CHUNKS_MAX) + 1)]
                 for at in range(0, len(keys), SCAN_KEYS):
                     server.ask(b"DEL", *keys[at : at + SCAN_KEYS])
         finally:
@@ -222,6 +232,10 @@ class ValkeyStore:
         finally:
             server.close()
 
+    def labels(self) -> Iterator[Entry]:
+        """See `base.Shared`: `scan` knows them."""
+        return self.scan()
+
     def close(self) -> None:
         """See `base.Store`."""
         self._runs.close()
@@ -230,10 +244,16 @@ class ValkeyStore:
 
     def _write(self, server: Server, outcome: Outcome) -> None:
         parts: list[bytes | memoryview] = []
-        answers: list[int] = []
+        answers: list[int | None] = []
+        room = self._room(outcome)
         for piece in outcome.open:
             before = len(parts)
-            made = framing.coded(piece, self.settings.codec)
+            try:
+                made = framing.coded(piece, self.settings.codec, self._sealer, room)
+            except KeyMissing:
+                answers.append(None)
+                continue
+            room = None if room is None else room[whole(piece.view.nbytes) :]
             if made is not None:
                 header, stored = made
                 for index in range(self._chunks(len(stored)), -1, -1):
@@ -241,6 +261,10 @@ class ValkeyStore:
             answers.append((len(parts) - before) // 3)
         server.send(parts)
         for count in answers:
+            if count is None:
+                outcome.fail("no key to seal it with")
+                self._runs.counts.add("failed_no_key")
+                continue
             if not count:  # its bytes were wrong before they came here
                 outcome.damage()
                 continue
@@ -256,6 +280,12 @@ class ValkeyStore:
                 outcome.fail(str(refused))
                 self._runs.counts.add(f"failed_{refused.reason}")
 
+    def _room(self, outcome: Outcome) -> memoryview | None:
+        """For all of a run, sealed: what is sent is sent together."""
+        if self._sealer is None:
+            return None
+        return self._sealer.room(sum(whole(piece.view.nbytes) for piece in outcome.open))
+
     def _set(
         self,
         parts: list[bytes | memoryview],
@@ -267,7 +297,10 @@ class ValkeyStore:
         size = self.settings.chunk_bytes
         data = stored[index * size : (index + 1) * size]
         ttl = int(self.settings.ttl_s * 1000)
-        tail = (b"NX", b"PX", str(ttl).encode()) if ttl else (b"NX",)
+        # Two writers seal one value differently: an end that one of them left is no end for the
+        # other's head. What is in the clear is the same, whoever wrote it.
+        tail: tuple[bytes, ...] = () if index and self._sealer is not None else (b"NX",)
+        tail += (b"PX", str(ttl).encode()) if ttl else ()
         words = [b"SET", self._key(name, index)]
         start = b"*%d\r\n" % (len(words) + 1 + len(tail)) + b"".join(map(_bulk, words))
         start += b"$%d\r\n" % (len(header) + len(data)) + header
@@ -276,7 +309,7 @@ class ValkeyStore:
     def _read(self, server: Server, outcome: Outcome) -> None:
         head = memoryview(bytearray(HEADER_BYTES))
         size = self.settings.chunk_bytes
-        broken: list[Piece] = []
+        going: list[bytes] = []
         pieces = list(outcome.open)
         asked = ahead_bytes = 0
         for piece in pieces:
@@ -312,18 +345,21 @@ class ValkeyStore:
             verdict = None
             if min(found) >= 0:
                 summed = digest.intdigest()
-                verdict = framing.judge(label, piece, sum(found), summed, stored)
-            if verdict is None:
+                verdict = framing.judge(
+                    label, piece, sum(found), summed, stored, sealer=self._sealer
+                )
+                verdict.count(self._runs.counts)
+            if verdict is None or verdict.missing:
                 outcome.fail()
             elif verdict is Verdict.RIGHT:
                 outcome.arrive()
             else:
                 outcome.damage()
-                if verdict is Verdict.BROKEN:
-                    broken.append(piece)
-        if broken:
-            self._runs.counts.add("quarantined", len(broken))
-            server.ask(b"DEL", *(self._key(piece.name, 0) for piece in broken))
+            if verdict is not None and verdict.goes:
+                keys = min(self._chunks(sum(found)), CHUNKS_MAX) + 1
+                going += [self._key(piece.name, n) for n in range(keys)]
+        for at in range(0, len(going), SCAN_KEYS):
+            server.ask(b"DEL", *going[at : at + SCAN_KEYS])
 
     def _find(self, server: Server, outcome: Outcome) -> None:
         waiting = list(outcome.open)

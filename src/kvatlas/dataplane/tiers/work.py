@@ -27,6 +27,9 @@ class Why(enum.StrEnum):
     INVALID = "invalid"  # no bytes in a row, too long a name: the caller's fault
     IO = "io"  # the medium said no
     CLOSED = "closed"
+    LOCKED = "locked"  # sealed with a key that is not known here
+    ERASED = "erased"  # sealed with a key that was dropped
+    NO_KEY = "no_key"  # none can be had to seal it with
     DAMAGED = "damaged"
     FOREIGN = "foreign"  # whole, but of another name, generation or fingerprint
     CONFLICT = "conflict"  # a value of other bytes is there under this name
