@@ -15,6 +15,7 @@ from stores_kit import Desk, finished, nothing_left, values, wait_until
 from stores_rigs import MooncakeRig, mooncake_package
 
 from kvatlas.dataplane.arena import Arena
+from kvatlas.dataplane.tiers import child as children
 from kvatlas.dataplane.tiers import mooncake, mooncake_client
 from kvatlas.dataplane.tiers.base import Piece, Store
 from kvatlas.errors import ConfigError
@@ -173,7 +174,7 @@ def test_a_client_that_dies_in_mid_read_is_a_miss_and_another_follows(rig: Moonc
     store = rig.store(rig.port, 5.0)
     kept = filled(store)
     assert isinstance(store, mooncake.MooncakeStore)
-    child = store._process._child
+    child = store._process._child._child
     assert child is not None
     child.send_signal(signal.SIGSTOP)
     threading.Timer(0.1, child.kill).start()
@@ -183,20 +184,20 @@ def test_a_client_that_dies_in_mid_read_is_a_miss_and_another_follows(rig: Moonc
     assert (set(report.failed), got) == (set(kept), {})
     wait_until(lambda: Desk(store).read(sizes(kept))[1] == kept, 60)
     assert store.counts["client_ended"] == 1
-    assert store._process._child is not child
+    assert store._process._child._child is not child
     store.close()
 
 
 def test_a_client_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     if not mooncake_package():
         pytest.skip(mooncake.missing())
-    real = mooncake.subprocess.Popen
+    real = children.subprocess.Popen
 
     def no_process(*args: object, **kwargs: object) -> object:
-        monkeypatch.setattr(mooncake.subprocess, "Popen", real)
+        monkeypatch.setattr(children.subprocess, "Popen", real)
         raise OSError("no process is left")
 
-    monkeypatch.setattr(mooncake.subprocess, "Popen", no_process)
+    monkeypatch.setattr(children.subprocess, "Popen", no_process)
     arena = Arena.create(1 << 20, directory=None)
     settings = mooncake.Settings(master="127.0.0.1:1", deadline_s=20.0)
     store = mooncake.MooncakeStore(settings, arena)
@@ -205,7 +206,7 @@ def test_a_client_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
     assert (report.error, report.silent) == ("io", True)
     assert time.monotonic() - started < 10.0
     assert store.counts["client_not_started"] == 1
-    wait_until(lambda: store._process._child is not None)
+    wait_until(lambda: store._process._child._child is not None)
     store.close()
     arena.close()
 
@@ -215,7 +216,7 @@ def test_nothing_of_the_client_is_left(rig: MooncakeRig) -> None:
         store = rig.store(rig.port)
         filled(store, 1)
         assert isinstance(store, mooncake.MooncakeStore)
-        child = store._process._child
+        child = store._process._child._child
         assert child is not None
         store.close()
         assert child.returncode is not None
@@ -227,7 +228,7 @@ def test_threads_that_wait_in_its_loop_give_way_and_no_others(rig: MooncakeRig) 
     store = rig.store(rig.port)
     assert Desk(store).read(sizes(filled(store)))[0].failed == ()
     assert isinstance(store, mooncake.MooncakeStore)
-    child = store._process._child
+    child = store._process._child._child
     assert child is not None
     own = os.getpriority(os.PRIO_PROCESS, 0)
     tasks = [int(task.name) for task in Path(f"/proc/{child.pid}/task").iterdir()]

@@ -15,9 +15,6 @@ import ctypes
 import importlib.util
 import mmap
 import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -31,6 +28,7 @@ from kvatlas.dataplane.arena import Arena
 from kvatlas.dataplane.records import checksum_bytes, checksum_int
 from kvatlas.dataplane.tiers import framing, mooncake_wire
 from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Life, Piece, asked, let_go
+from kvatlas.dataplane.tiers.child import Child, Kind
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES
 from kvatlas.dataplane.tiers.mooncake_wire import (
     GROUP,
@@ -45,7 +43,6 @@ from kvatlas.dataplane.tiers.mooncake_wire import (
 from kvatlas.dataplane.tiers.work import Batch, Task, Why, Workers
 from kvatlas.errors import ConfigError, StoreError
 
-RETRY_S = 1.0  # between two processes
 KEYS_BYTES_MAX = 256 << 20
 VERBS = "libibverbs.so.1"
 
@@ -161,6 +158,9 @@ class MooncakeStore:
             for name, end in zip(part, ends, strict=True):
                 if end.size_bytes > HEADER_BYTES:
                     yield Entry(name, end.size_bytes - HEADER_BYTES)
+
+    def labels(self) -> None:
+        """See `base.Shared`: its client reads whole values alone, so it is not asked."""
 
     def close(self) -> None:
         """See `base.Store`: the client's process is gone afterwards."""
@@ -323,147 +323,58 @@ class _Process:
         counts: Counts,
         lost: Callable[[str], None] | None,
     ) -> None:
-        self._settings = settings
-        self._arena = arena
-        self._bounce = bounce
         self._counts = counts
+        self._master = settings.master
         self._life = Life(counts, lost)
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._sending = threading.Lock()
-        self._socket: socket.socket | None = None  # while it is ready
-        self._child: subprocess.Popen[bytes] | None = None
-        self._waiting: dict[int, list[Answer]] = {}
-        self._failed = False  # the last try to connect
-        self._closed = threading.Event()
-        self._number = 0
-        self._keeper = threading.Thread(target=self._keep, name="kvatlas-mooncake", daemon=True)
-        self._keeper.start()
+        fds = arena.fileno(), bounce.fd
+        kind = Kind(
+            "mooncake",
+            "kvatlas.dataplane.tiers.mooncake_client",
+            fds,
+            lambda end: msgspec.json.encode(_client(settings, *fds, bounce.size_bytes, end)),
+            mooncake_wire.from_client,
+            self._take,
+            ready_s=settings.connect_s,
+        )
+        self._child = Child(kind, counts)
 
     def ask(self, what: str, items: tuple[Item, ...], until: float) -> tuple[End, ...] | None:
         """None: it did not answer, and nothing of it goes on."""
-        with self._changed:
-            while self._socket is None and not self._failed and not self._closed.is_set():
-                if not self._changed.wait(max(0.0, until - time.monotonic())):
-                    return None
-            sock = self._socket
-            if sock is None:
-                return None
-            self._number += 1
-            number = self._number
-            self._waiting[number] = []
-        try:
-            with self._sending:
-                mooncake_wire.send(sock, Job(number, what, items))
-        except OSError:
-            self._kill()
-        with self._changed:
-            while not (got := self._waiting.get(number)) and got is not None:
-                if not self._changed.wait(max(0.0, until - time.monotonic())):
-                    break
-            got = self._waiting.pop(number, None)
-        if got:
-            return got[0].ends
-        if got is not None:
-            self._counts.add("client_late")
-            self._kill()
-        return None
+        answer = self._child.ask(lambda number: Job(number, what, items), until)
+        return answer.ends if isinstance(answer, Answer) else None
 
-    def _kill(self) -> None:
-        """And wait for its end: afterwards it touches nothing."""
-        with self._lock:
-            child, self._socket = self._child, None
-        if child is not None:
-            child.kill()
-            child.wait()
-
-    def _keep(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self._serve()
-                self._counts.add("client_ended")
-            except OSError:  # no descriptor, say, or no memory for another process
-                self._over()
-                self._counts.add("client_not_started")
-            self._closed.wait(RETRY_S)
-
-    def _serve(self) -> None:
-        """One process, from its start to its end. Raises OSError where it cannot be started."""
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                child = self._start(theirs)
-            with self._lock:
-                self._child = child
-            if self._closed.is_set():
-                child.kill()
-            try:
-                ours.settimeout(self._settings.connect_s)
-                while True:
-                    self._take(ours, mooncake_wire.from_client(ours))
-            except (OSError, ValueError, msgspec.MsgspecError):
-                pass
-            child.kill()
-            child.wait()
-            self._over()
-
-    def _over(self) -> None:
-        """Whoever waits for it hears that it is gone."""
-        with self._changed:
-            self._socket = None
-            self._failed = True
-            self._waiting.clear()
-            self._changed.notify_all()
-
-    def _take(self, ours: socket.socket, message: mooncake_wire.FromClient) -> None:
+    def _take(self, message: object) -> bool | Answer | None:
         match message:
             case Ready():
-                ours.settimeout(None)
-                with self._changed:
-                    self._socket, self._failed = ours, False
-                    self._changed.notify_all()
+                return True
             case Seen(life):
-                master = self._settings.master
-                self._life.seen(life, f"the master at {master} has lost its index")
-            case Answer(number, _, counts):
+                self._life.seen(life, f"the master at {self._master} has lost its index")
+            case Answer(_, _, counts):
                 for name, count in counts.items():
                     self._counts.add(name, count)
-                with self._changed:
-                    if number in self._waiting:
-                        self._waiting[number].append(message)
-                        self._changed.notify_all()
-
-    def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        one, fds = self._settings, (self._arena.fileno(), self._bounce.fd, theirs.fileno())
-        given = Client(
-            fds[0],
-            fds[1],
-            self._bounce.size_bytes,
-            fds[2],
-            one.hostname,
-            one.metadata,
-            one.protocol,
-            one.devices,
-            one.master,
-            one.buffer_bytes,
-            one.threads,
-            one.prefix,
-        )
-        words = [sys.executable, "-m", "kvatlas.dataplane.tiers.mooncake_client"]
-        quiet = subprocess.DEVNULL
-        return subprocess.Popen(
-            [*words, msgspec.json.encode(given).decode()],
-            stdin=quiet,
-            stdout=quiet,
-            stderr=quiet,
-            pass_fds=fds,
-        )
+                return message
+        return None
 
     def close(self) -> None:
         """It is gone, and whoever waits hears of that."""
-        self._closed.set()
-        self._kill()
-        self._keeper.join()
+        self._child.close()
+
+
+def _client(one: Settings, arena: int, bounce: int, bounce_bytes: int, end: int) -> Client:
+    return Client(
+        arena,
+        bounce,
+        bounce_bytes,
+        end,
+        one.hostname,
+        one.metadata,
+        one.protocol,
+        one.devices,
+        one.master,
+        one.buffer_bytes,
+        one.threads,
+        one.prefix,
+    )
 
 
 def _item(piece: Piece, offset: int, *, bounced: bool = False) -> Item:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import signal
 import socket
 import sys
 import threading
@@ -27,7 +26,7 @@ import msgspec
 
 from kvatlas.dataplane.arena import Arena
 from kvatlas.dataplane.records import checksum_bytes, checksum_int
-from kvatlas.dataplane.tiers import framing, mooncake_wire
+from kvatlas.dataplane.tiers import child, framing, mooncake_wire
 from kvatlas.dataplane.tiers.base import Piece
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.dataplane.tiers.mooncake_wire import (
@@ -44,7 +43,6 @@ from kvatlas.dataplane.tiers.work import Why
 
 LOOK_S = 1.0  # between two looks at the marker
 _GONE, _FULL, _SIZES = -704, (-200,), (-600, -800)  # of mooncake-store's ErrorCode
-_PR_SET_PDEATHSIG = 1
 WAIT_NICE = 5  # a third of a turn; more would wait for long where a machine is busy
 
 
@@ -102,7 +100,7 @@ class Served:
 
     def _send(self, message: Answer | Ready | Seen) -> None:
         with self._lock:
-            mooncake_wire.send(self._socket, message)
+            child.send(self._socket, message)
 
     def _work(self, job: Job) -> None:
         act = {
@@ -268,19 +266,12 @@ def _apart(items: Items, numbers: Iterable[int]) -> Iterator[list[int]]:
         left = rest
 
 
-def main() -> None:
-    """Serves whoever started it, and ends with it, at once: Mooncake's own end may hang."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _work() -> None:
     given = msgspec.json.decode(sys.argv[1], type=Client)
     from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415  it loads much
 
-    try:
-        Served(given, MooncakeDistributedStore).serve()
-    except (OSError, ValueError):
-        pass
-    finally:
-        os._exit(0)
+    Served(given, MooncakeDistributedStore).serve()
 
 
 if __name__ == "__main__":
-    main()
+    child.serve(_work)

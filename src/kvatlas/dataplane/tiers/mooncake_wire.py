@@ -1,19 +1,18 @@
-"""What a store and the process of its Mooncake client say to each other, over a socket pair.
+"""What a store and the process of its Mooncake client say to each other (`child`), in msgpack.
 
-Frames: length (4 bytes, little endian), then one message in msgpack. No value comes this way:
-both map the arena and one more stretch of memory for values that lie elsewhere.
+No value comes this way: both map the arena and one more stretch of memory for values that lie
+elsewhere.
 """
 
 from __future__ import annotations
 
 import socket
-import struct
 
 import msgspec
 
-FRAME_BYTES_MAX = 8 << 20
+from kvatlas.dataplane.tiers import child
+
 GROUP = 32  # pieces in one call: a large batch costs a third of the same in several threads
-HEAD = struct.Struct("<I")
 
 
 class Client(msgspec.Struct, frozen=True, array_like=True):
@@ -85,41 +84,15 @@ class Seen(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 FromClient = Answer | Ready | Seen
-_encoder = msgspec.msgpack.Encoder()
 _from_client = msgspec.msgpack.Decoder(FromClient)
 _job = msgspec.msgpack.Decoder(Job)
 
 
-def send(sock: socket.socket, message: Job | FromClient) -> None:
-    """For one thread at a time. Raises OSError."""
-    body = _encoder.encode(message)
-    sock.sendall(HEAD.pack(len(body)) + body)
-
-
 def from_client(sock: socket.socket) -> FromClient:
     """The next message. Raises OSError, and ValueError for anything else."""
-    return _from_client.decode(_received(sock))
+    return _from_client.decode(child.received(sock))
 
 
 def job(sock: socket.socket) -> Job:
     """The same on the other side."""
-    return _job.decode(_received(sock))
-
-
-def _received(sock: socket.socket) -> bytes:
-    (size,) = HEAD.unpack(_exactly(sock, HEAD.size))
-    if size > FRAME_BYTES_MAX:
-        raise ValueError(f"a frame of {size} bytes")
-    return _exactly(sock, size)
-
-
-def _exactly(sock: socket.socket, size_bytes: int) -> bytes:
-    data = bytearray(size_bytes)
-    view = memoryview(data)
-    at = 0
-    while at < size_bytes:
-        got = sock.recv_into(view[at:])
-        if not got:
-            raise ConnectionResetError("the other side has ended")
-        at += got
-    return bytes(data)
+    return _job.decode(child.received(sock))
