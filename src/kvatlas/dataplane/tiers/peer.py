@@ -1,4 +1,5 @@
-"""Another agent's dram, read over TCP from its slots into ours.
+"""Another agent's dram, read from its slots into ours: by NIXL (`peer_nixl`) where both sides can
+and it pays, else over TCP, which is here.
 
 A connection begins with a greeting in which both sides prove that they know the cluster's token
 and the server tells its life: a restarted peer holds nothing of what was known of it. Then:
@@ -20,7 +21,6 @@ import hashlib
 import hmac
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,7 +31,7 @@ import msgspec
 
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.records import Label
-from kvatlas.dataplane.tiers import framing
+from kvatlas.dataplane.tiers import framing, peer_nixl, peer_wire
 from kvatlas.dataplane.tiers.base import (
     Counts,
     Entry,
@@ -43,31 +43,29 @@ from kvatlas.dataplane.tiers.base import (
 )
 from kvatlas.dataplane.tiers.dram import DramStore, Unit
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
+from kvatlas.dataplane.tiers.moved import Moved
+from kvatlas.dataplane.tiers.nixl import Nixl
+from kvatlas.dataplane.tiers.peer_wire import (
+    LENGTH,
+    MISSED,
+    NAMES_MAX,
+    SAME,
+    Request,
+    ask,
+    bulk,
+    exactly,
+)
 from kvatlas.dataplane.tiers.runs import Outcome, Refused, Runs
 from kvatlas.dataplane.tiers.sockets import Address, Stream
 from kvatlas.errors import ConfigError, StoreError
 
-NAMES_MAX = 4096
 RUN_BYTES = 64 << 20
 PART_NAMES = 64
 PART_BYTES = 8 << 20  # of an answer, about: so much is pinned at once for one reader
-REQUEST_BYTES_MAX = 2 << 20
-MAGIC = b"KVAP\3\0\0\0"
-_LENGTH = struct.Struct("<I")
+MAGIC = b"KVAP\4\0\0\0"
 _LIFE_BYTES = _NONCE_BYTES = _PROOF_BYTES = 16
 _MISSING = b"\0" * HEADER_BYTES
-_SAME, _MISSED = b"\1", b"\0"
 _SERVER = b"server"  # before its nonce: nobody gets its proof by asking for ours
-
-
-class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """``names`` to read; none: the catalogue from ``start`` on. ``suspect``: these came wrong.
-    ``find``: which of them are there?"""
-
-    names: list[bytes]
-    start: int = 0
-    suspect: bool = False
-    find: bool = False
 
 
 class PeerServer:
@@ -87,9 +85,11 @@ class PeerServer:
         send_s: float = 10.0,
         idle_s: float = 300.0,
         lend: Callable[[Sequence[bytes]], Collection[bytes]] | None = None,
+        nixl: Nixl | None = None,
     ) -> None:
         """Listens from now on. ``lend`` says which of some names may be read, from any thread;
-        without it all that is there may. Raises ConfigError where it cannot."""
+        without it all that is there may. ``nixl``: of this arena, the caller's to close. Raises
+        ConfigError where it cannot."""
         if connections_max < 1 or not 0 < send_s < 86400 or not 0 < idle_s < 86400:
             raise ConfigError("peer: connections_max, send_s and idle_s must be above zero")
         self.counts = Counts()
@@ -97,6 +97,7 @@ class PeerServer:
         self._dram = dram
         self._token = token
         self._lend = lend or self._there
+        self._lender = peer_nixl.Lender(dram, nixl, _label_of, self.counts)
         self._limits = (connections_max, send_s, idle_s)
         self._lock = threading.Lock()
         self._links: dict[Stream, threading.Thread] = {}
@@ -155,14 +156,16 @@ class PeerServer:
             self._greet(link)
             while True:
                 link.until = time.monotonic() + self._limits[2]
-                request = _request(link)
+                request = peer_wire.request(link)
                 link.until = time.monotonic() + self._limits[1]
                 if request.suspect:
                     self._look_at(request.names)
-                    link.send([_SAME])
+                    link.send([SAME])
                 elif request.find:
                     lent = self._lend(request.names)
-                    link.send([b"".join(_SAME if n in lent else _MISSED for n in request.names)])
+                    link.send([b"".join(SAME if n in lent else MISSED for n in request.names)])
+                elif request.loan is not None:
+                    self._lender.serve(link, request)
                 elif request.names:
                     last = b""
                     while request.names:
@@ -213,7 +216,7 @@ class PeerServer:
                 views.append(arena.view(unit.slot))
                 heads.append(_label_of(name, unit, views[-1]))
             # sendmsg has copied all bytes when it returns: what is current then was sent whole.
-            link.send([last, _LENGTH.pack(len(units)), *heads, *views])
+            link.send([last, LENGTH.pack(len(units)), *heads, *views])
             same = [unit is not None and arena.current(unit.slot) for unit in units]
         finally:
             for unit in units:
@@ -222,7 +225,7 @@ class PeerServer:
         del names[: len(units)]
         for unit, ok in zip(units, same, strict=True):
             self.counts.add("missing" if unit is None else "sent" if ok else "recycled")
-        return b"".join(_SAME if ok else _MISSED for ok in same)
+        return b"".join(SAME if ok else MISSED for ok in same)
 
     def _there(self, names: Sequence[bytes]) -> Collection[bytes]:
         return {name for name in names if self._dram.has([name])}
@@ -244,7 +247,7 @@ class PeerServer:
     def _list(self, link: Stream, start: int) -> None:
         part = islice(self._dram.scan(), start, start + NAMES_MAX)
         data = msgspec.msgpack.encode([framing.labelled(entry) for entry in part])
-        link.send([_LENGTH.pack(len(data)), data])
+        link.send([LENGTH.pack(len(data)), data])
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -267,10 +270,18 @@ class PeerStore:
     """See `base.Store`, reading only. ``lost`` is told when the peer began a new life."""
 
     tier = Tier.PEER
-    transport = "tcp"
+    plain = "tcp"
 
-    def __init__(self, settings: Settings, lost: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        lost: Callable[[str], None] | None = None,
+        nixl: peer_nixl.Reader | None = None,
+    ) -> None:
+        """``nixl``: of this peer alone, and closed with the store."""
         self.settings = settings
+        self.moved = Moved(self.plain)
+        self._nixl = nixl
         self._address = Address(settings.host, settings.port)
         self._runs = Runs[Stream](
             "peer",
@@ -282,6 +293,16 @@ class PeerStore:
             run_bytes=RUN_BYTES,
         )
         self._life = Life(self._runs.counts, lost)
+
+    @property
+    def transport(self) -> str:
+        """Of what was read last."""
+        return self.moved.last
+
+    def told(self) -> dict[str, object]:
+        """For the status: what went which way, and why not by NIXL."""
+        nixl = None if self._nixl is None else self._nixl.status()
+        return {**self.moved.status(), "nixl": nixl}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -311,8 +332,8 @@ class PeerStore:
             start = 0
             while True:
                 link.until = time.monotonic() + self.settings.deadline_s
-                _ask(link, Request([], start))
-                labels = msgspec.msgpack.decode(_bulk(link, 8 << 20), type=list[Label])
+                ask(link, Request([], start))
+                labels = msgspec.msgpack.decode(bulk(link, 8 << 20), type=list[Label])
                 yield from map(framing.entry, labels)
                 if len(labels) < NAMES_MAX:
                     return
@@ -325,6 +346,8 @@ class PeerStore:
     def close(self) -> None:
         """See `base.Store`."""
         self._runs.close()
+        if self._nixl is not None:
+            self._nixl.close()
 
     def _greet(self, link: Stream) -> None:
         said = bytearray(len(MAGIC) + _LIFE_BYTES + _NONCE_BYTES)
@@ -344,21 +367,25 @@ class PeerStore:
         self._life.seen(life, f"{self._address} began a new life")
 
     def _read(self, link: Stream, outcome: Outcome) -> None:
-        _ask(link, Request([piece.name for piece in outcome.open]))
         broken: list[bytes] = []
+        if self._nixl is not None:
+            broken += self._nixl.borrow(link, outcome, self.moved, self._judge)
+        if outcome.open:
+            ask(link, Request([piece.name for piece in outcome.open]))
         while outcome.open:
-            broken += self._part(link, outcome)
+            with self.moved.timed(self.plain):
+                broken += self._part(link, outcome)
         if broken:
-            _ask(link, Request(broken, suspect=True))
+            ask(link, Request(broken, suspect=True))
             link.fill(memoryview(bytearray(1)))  # it has looked: what is wrong there is gone
 
     def _part(self, link: Stream, outcome: Outcome) -> list[bytes]:
         """One part of an answer, for the first of what is open. Says what is wrong there, too."""
-        count = int.from_bytes(_exactly(link, _LENGTH.size), "little")
+        count = int.from_bytes(exactly(link, LENGTH.size), "little")
         if not 0 < count <= len(outcome.open):
             raise ValueError(f"{self._address}: an answer for {count} names")
         pieces = outcome.open[:count]
-        heads = memoryview(_exactly(link, count * HEADER_BYTES))
+        heads = memoryview(exactly(link, count * HEADER_BYTES))
         labels: list[Label | None] = []
         for at in range(0, len(heads), HEADER_BYTES):
             head = heads[at : at + HEADER_BYTES]
@@ -366,19 +393,31 @@ class PeerStore:
             if label is None and head != _MISSING:  # where the next value begins is not known
                 raise ValueError(f"{self._address}: an answer is garbled")
         sums = _values(link, labels, pieces)
+        return self._judge(outcome, self.plain, labels, sums, exactly(link, count))
+
+    def _judge(
+        self,
+        outcome: Outcome,
+        transport: str,
+        labels: Sequence[Label | None],
+        sums: Sequence[int | None],
+        flags: bytes,
+    ) -> list[bytes]:
+        """What became of the first that are open; ``sums`` where they were summed already. Says
+        what is wrong there."""
         broken: list[bytes] = []
-        for piece, label, found, flag in zip(
-            pieces, labels, sums, _exactly(link, count), strict=True
-        ):
+        pieces = outcome.open[: len(labels)]
+        for piece, label, found, flag in zip(pieces, labels, sums, flags, strict=True):
             if label is None:
                 outcome.fail()
                 continue
-            if flag == _MISSED[0]:
+            if flag == MISSED[0]:
                 self._runs.counts.add("recycled")
                 outcome.fail()
                 continue
             verdict = framing.judge(label, piece, label.size_bytes, found)
-            if flag == _SAME[0] and verdict is Verdict.RIGHT:
+            if flag == SAME[0] and verdict is Verdict.RIGHT:
+                self.moved.arrived(transport, piece.view.nbytes)
                 outcome.arrive()
                 continue
             outcome.damage()
@@ -417,7 +456,7 @@ def _label_of(name: bytes, unit: Unit, view: memoryview) -> bytes:
 
 def _find(link: Stream, outcome: Outcome) -> None:
     waiting = list(outcome.open)
-    _ask(link, Request([piece.name for piece in waiting], find=True))
+    ask(link, Request([piece.name for piece in waiting], find=True))
     said = bytearray(len(waiting))
     link.fill(memoryview(said))
     for flag in said:
@@ -433,28 +472,3 @@ def _no_write(link: Stream, outcome: Outcome) -> None:
 
 def _proof(token: bytes, nonce: bytes) -> bytes:
     return hashlib.blake2b(nonce, key=token[:64], digest_size=_PROOF_BYTES).digest()
-
-
-def _ask(link: Stream, request: Request) -> None:
-    data = msgspec.msgpack.encode(request)
-    link.send([_LENGTH.pack(len(data)), data])
-
-
-def _bulk(link: Stream, size_bytes_max: int) -> bytes:
-    (size,) = _LENGTH.unpack(_exactly(link, _LENGTH.size))
-    if size > size_bytes_max:
-        raise ValueError(f"{size} bytes at once: at most {size_bytes_max}")
-    return _exactly(link, size)
-
-
-def _exactly(link: Stream, size_bytes: int) -> bytes:
-    data = bytearray(size_bytes)
-    link.fill(memoryview(data))
-    return bytes(data)
-
-
-def _request(link: Stream) -> Request:
-    request = msgspec.msgpack.decode(_bulk(link, REQUEST_BYTES_MAX), type=Request)
-    if len(request.names) > NAMES_MAX or request.start < 0:
-        raise ValueError("too many names, or a start below zero")
-    return request
