@@ -18,6 +18,7 @@ from kvatlas.cli import output
 from kvatlas.cli.main import main
 from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
+from kvatlas.report.money import STORAGE
 from kvatlas.sim.cluster import default_cluster
 from kvatlas.sim.matrix import (
     ARRANGEMENTS,
@@ -32,13 +33,15 @@ from kvatlas.sim.matrix import (
     offered,
     run,
 )
+from kvatlas.sim.matrix_money import Prices
 from kvatlas.sim.matrix_table import advise, difference, rows
 from kvatlas.workload.presets import FAMILIES
 
 
 def setup_of(engines: int = 3, prefill: int = 1) -> Setup:
     cluster = default_cluster(engines=engines)
-    return Setup(cluster, 10**12, 10**14, Slo(0.2, 0.05), prefill)
+    prices = Prices((7.2,) * engines, STORAGE)
+    return Setup(cluster, 10**12, 10**14, Slo(0.2, 0.05), prices, prefill)
 
 
 def workload_of(setup: Setup, *, requests: int = 40, seeds: int = 2, load: float = 1.0) -> Workload:
@@ -121,15 +124,14 @@ def test_halves_and_tiers_are_put_where_they_belong() -> None:
     assert plain.tiers is None
     assert plain.router.policy == "round_robin"
     with pytest.raises(ConfigError, match="leave their role out"):
-        Setup(
-            made if made.tiers is None else msgspec.structs.replace(made, tiers=None), 1, 1, Slo()
-        )
+        msgspec.structs.replace(setup, cluster=msgspec.structs.replace(made, tiers=None))
     with pytest.raises(ConfigError, match="each half"):
         setup_of(engines=2, prefill=2)
 
 
 def cell_of(name: Name, seed: int, attained: float, ttft_s: float) -> Cell:
     figures: dict[str, float | None] = {"attained": attained, "ttft_p95_s": ttft_s}
+    figures["dollars_per_million"] = 0.25
     return Cell("w", name, seed, 0, figures, {"hbm": 1}, 1, 0, 2, 1, {}, {}, {}, {}, ())
 
 
@@ -141,7 +143,7 @@ def test_the_least_that_cannot_be_told_from_the_best_is_advised() -> None:
     advice = advise(found, "w", ["combined-round-robin", "combined", "pd"])
     assert advice.take == "combined"
     assert "no sure gain here: P/D" in advice.sentence
-    assert "6 seeds" in advice.sentence
+    assert "$0.2500 per million tokens (6 seeds)" in advice.sentence
     gain = difference(found, "w", "combined", "combined-round-robin", "attained", more=True)
     assert gain is not None
     assert gain.better

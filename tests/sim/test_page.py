@@ -10,6 +10,7 @@ from sim_kit import chats, cluster_of
 
 from kvatlas.cli.main import main
 from kvatlas.sim.cluster import default_cluster, with_tiers
+from kvatlas.sim.hit_curve import hit_curve
 from kvatlas.sim.page import page
 from kvatlas.sim.picture import ENGINES_MAX, NODES_MAX, picture
 from kvatlas.sim.tier_spec import parse_tiers
@@ -22,11 +23,13 @@ def test_the_page_tells_where_all_tokens_came_from(tmp_path: Path) -> None:
     cluster = with_tiers(default_cluster(engines=2), parse_tiers("dram=10GB"), str)
     shape = msgspec.structs.replace(FAMILIES["agent"], requests=20, duration_s=5)
     report = simulate(cluster, generate(shape, 1, str(tmp_path / "agent.jsonl")))
-    told = page(cluster, report, [0.1, 0.2], "1.2")
+    curve = hit_curve(generate(shape, 1, "agent"), cluster)
+    told = page(cluster, report, [0.1, 0.2], "1.2", curve)
     assert f"{report.tokens.prompt:,}" in told
     assert f"{report.tokens.recomputed:,}" in told
     assert f"{report.tokens.hits['hbm']:,}" in told
-    assert "save dram" in told
+    assert "down: save to dram" in told
+    assert "Hits by capacity" in told
     assert "dram 0 of 10 GB" in told
     assert "20 requests" in told
     assert "agent.jsonl" in told

@@ -8,7 +8,7 @@ import functools
 import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,13 +24,16 @@ from kvatlas.cli.output import (
     table_console,
     write_files,
 )
+from kvatlas.cli.prices import add_price_options, device_prices, room_prices
 from kvatlas.cli.trace_input import add_trace_options, opened
 from kvatlas.config import size_bytes
 from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
+from kvatlas.report.money import dollars_text
 from kvatlas.report.statistics import Interval
 from kvatlas.report.table import seconds
-from kvatlas.sim.cluster import default_cluster, load_cluster
+from kvatlas.sim.cluster import Cluster, default_cluster, load_cluster
+from kvatlas.sim.hit_curve import HitCurve, hit_curve
 from kvatlas.sim.matrix import (
     ARRANGEMENTS,
     DEFAULT,
@@ -39,6 +42,7 @@ from kvatlas.sim.matrix import (
     Name,
     Setup,
     Workload,
+    arranged,
     cells,
     family,
     offered,
@@ -46,12 +50,14 @@ from kvatlas.sim.matrix import (
 from kvatlas.sim.matrix import (
     run as run_matrix,
 )
+from kvatlas.sim.matrix_money import Prices
 from kvatlas.sim.matrix_page import page
 from kvatlas.sim.matrix_table import Advice, Row, advise, rows
 from kvatlas.workload.presets import FAMILIES
 from kvatlas.workload.trace import Trace
 
 REQUESTS_MAX = 1_000_000
+_ROOM = ("dram", "object")
 _FAMILIES = ("random", "shared-prompt", "multi-turn", "agent")
 
 _EPILOG = """\
@@ -79,6 +85,7 @@ class Result(msgspec.Struct, frozen=True):
     loads: dict[str, float | None]
     advice: list[Advice]
     rows: list[Row]
+    curves: dict[str, HitCurve]
     cells: list[Cell]
 
 
@@ -106,6 +113,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--store", default="100TB", metavar="SIZE", help="of the distributed store (%(default)s)")
     add("--slo-ttft-s", type=float, metavar="S", help="objective: time to first token (2)")
     add("--slo-tpot-s", type=float, metavar="S", help="objective: time per output token (0.05)")
+    add_price_options(parser, _ROOM)
     add("--processes", type=int, default=min(8, os.cpu_count() or 1), metavar="N",
         help="runs at a time (%(default)s)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write rows and cells as JSON")
@@ -132,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
         loads={workload.name: workload.load for workload in workloads},
         advice=[advise(found, workload.name, names) for workload in workloads],
         rows=rows(found),
+        curves={workload.name: _curve(setup, workload) for workload in workloads},
         cells=found,
     )
     try:
@@ -141,7 +150,9 @@ def run(args: argparse.Namespace) -> int:
             (
                 "--html",
                 args.html,
-                lambda: page(_head(result), result.advice, result.rows, found).encode(),
+                lambda: page(
+                    _head(result), result.advice, result.rows, found, result.curves
+                ).encode(),
             ),
         )
     finally:
@@ -189,7 +200,27 @@ def _setup(args: argparse.Namespace) -> tuple[Setup, list[Assumption]]:
         except ConfigError as error:
             raise ConfigError(f"--{name}: {error}") from error
     objectives = Slo(slo["slo_ttft_s"], slo["slo_tpot_s"])
-    return Setup(cluster, sizes["dram"], sizes["store"], objectives, args.prefill), assumed
+    prices, said = _prices(args, cluster)
+    assumed += said
+    return Setup(cluster, sizes["dram"], sizes["store"], objectives, prices, args.prefill), assumed
+
+
+def _prices(args: argparse.Namespace, cluster: Cluster) -> tuple[Prices, list[Assumption]]:
+    devices = [(m.spec.device, m.spec.devices) for m in cluster.members]
+    by_name, assumed = device_prices([d for d, _ in devices if d is not None], args.gpu_hour)
+    room, said = room_prices(args, _ROOM)
+    hours = tuple(
+        by_name[device.name].dollars_per_gpu_hour * count
+        for device, count in devices
+        if device is not None
+    )
+    return Prices(hours, room), [*assumed, *said]
+
+
+def _curve(setup: Setup, workload: Workload) -> HitCurve:
+    """Of its first seed, on the engines with everything below them."""
+    below = arranged(setup, "combined-store", 0)
+    return hit_curve(workload.make(0), below, workload.requests)
 
 
 def _workloads(args: argparse.Namespace, setup: Setup) -> list[Workload]:
@@ -249,7 +280,7 @@ def _table(result: Result, workload: str, load: float | None) -> Table:
     made.add_column("arrangement")
     for name in ("TTFT p50", "p95", "p99", "TPOT p50", "p95", "E2E p95", "goodput/s", "met"):
         made.add_column(name, justify="right")
-    for name in ("hbm", "lower tiers", "computed", "prefill engines"):
+    for name in ("hbm", "below", "computed", "saved/hit", "$/M", "$/M met", "prefill"):
         made.add_column(name, justify="right")
     for row in result.rows:
         if row.workload != workload:
@@ -269,9 +300,21 @@ def _table(result: Result, workload: str, load: float | None) -> Table:
             f"{share.get('hbm', 0.0):.1%}",
             f"{below:.1%}",
             f"{share.get('recomputed', 0.0):.1%}",
+            *(_mean(row.figures[name], shown) for name, shown in _COSTS.items()),
             str(row.prefill_engines or ""),
         )
     return made
+
+
+_COSTS: dict[str, Callable[[float], str]] = {
+    "gpu_s_saved_per_hit": seconds,
+    "dollars_per_million": dollars_text,
+    "good_dollars_per_million": dollars_text,
+}
+
+
+def _mean(value: Interval | None, shown: Callable[[float], str]) -> str:
+    return "-" if value is None else shown(value.mean)
 
 
 def _time(value: Interval | None) -> str:

@@ -27,6 +27,7 @@ from kvatlas.report.latency import Slo
 from kvatlas.report.table import goodput_text, latency_table, seconds
 from kvatlas.sim.cluster import Cluster, default_cluster, load_cluster, with_tiers
 from kvatlas.sim.gateway import Outcome
+from kvatlas.sim.hit_curve import hit_curve
 from kvatlas.sim.page import page
 from kvatlas.sim.report import SimReport
 from kvatlas.sim.tier_spec import parse_tiers
@@ -129,9 +130,14 @@ def run(args: argparse.Namespace) -> int:
     if not report.latency.requests:
         raise ConfigError(f"{args.trace}: no requests in it")
     piped = str(args.json) == "-"
+
+    def html() -> bytes:
+        curve = hit_curve(trace, cluster, args.limit)
+        return page(cluster, report, ttft_s, __version__, curve).encode()
+
     try:
         write_files(
-            ("--html", args.html, lambda: page(cluster, report, ttft_s, __version__).encode()),
+            ("--html", args.html, html),
             ("--json", None if piped else args.json, lambda: json_bytes(report)),
         )
     finally:

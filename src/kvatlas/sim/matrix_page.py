@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from kvatlas.report.axes import Axis
@@ -9,8 +10,10 @@ from kvatlas.report.html import Markup, bullets, section, table
 from kvatlas.report.html import page as html_page
 from kvatlas.report.plots import Bars, bar_plot, distribution_plot
 from kvatlas.report.statistics import Interval
+from kvatlas.sim.hit_curve import HitCurve
 from kvatlas.sim.matrix import ARRANGEMENTS, Cell
 from kvatlas.sim.matrix_table import FIGURES, Advice, Row
+from kvatlas.sim.tier_plots import flow_plot, hit_plot
 
 _PATHS = {
     "host": "between engines and host memory",
@@ -24,19 +27,26 @@ _PATHS = {
 
 
 def page(
-    head: Sequence[str], advice: Sequence[Advice], rows: Sequence[Row], cells: Sequence[Cell]
+    head: Sequence[str],
+    advice: Sequence[Advice],
+    rows: Sequence[Row],
+    cells: Sequence[Cell],
+    curves: Mapping[str, HitCurve],
 ) -> str:
-    """The whole file. ``head``: what was simulated, and what was assumed."""
+    """The whole file. ``head``: what was simulated, and what was assumed; ``curves``: hits by
+    capacity, by workload."""
     workloads = list(dict.fromkeys(row.workload for row in rows))
     sections = [section("What to take", bullets([each.sentence for each in advice]), *head[1:])]
     for workload in workloads:
         of = [row for row in rows if row.workload == workload]
         played = [cell for cell in cells if cell.workload == workload]
-        sections.append(_workload(workload, of, played))
+        sections.append(_workload(workload, of, played, curves.get(workload)))
     return html_page("Is a shared cache worth it?", sections, subtitle=head[0] if head else "")
 
 
-def _workload(workload: str, rows: Sequence[Row], cells: Sequence[Cell]) -> Markup:
+def _workload(
+    workload: str, rows: Sequence[Row], cells: Sequence[Cell], curve: HitCurve | None
+) -> Markup:
     runs, met = rows[0].runs, rows[0].figures["attained"]
     note = "One run of each: no interval." if runs == 1 else f"Means over {runs} seeds"
     if runs > 1:
@@ -50,7 +60,10 @@ def _workload(workload: str, rows: Sequence[Row], cells: Sequence[Cell]) -> Mark
         _met(rows),
         _distributions(cells),
         _figures(rows),
+        _cost(rows),
+        hit_plot(curve) if curve is not None else Markup(""),
         _tokens(rows),
+        flow_plot([(row.title, row.moved_bytes) for row in rows]),
         _moved(rows),
         _paths(rows),
         _counts(rows),
@@ -58,16 +71,34 @@ def _workload(workload: str, rows: Sequence[Row], cells: Sequence[Cell]) -> Mark
 
 
 def _met(rows: Sequence[Row]) -> Markup:
-    figures = [row.figures["attained"] for row in rows]
-    values = [None if of is None else of.mean * 100 for of in figures]
+    along = Axis("requests that met the objectives", "%", low=0, high=100)
+    bars = [_bars("met", rows, "attained", 100, most=100.0)]
+    return bar_plot("Objectives met", [row.title for row in rows], bars, along)
+
+
+def _cost(rows: Sequence[Row]) -> Markup:
+    names = {
+        "good_dollars_per_million": "whole cluster, tokens that met the objectives",
+        "busy_dollars_per_million": "busy engines, all tokens",
+    }
+    bars = [_bars(said, rows, name, 1) for name, said in names.items()]
+    note = "Devices while the trace lasts, and the room filled below them."
+    titles = [row.title for row in rows]
+    return bar_plot("Cost", titles, bars, Axis("per million tokens", "$", low=0), note=note)
+
+
+def _bars(
+    said: str, rows: Sequence[Row], name: str, factor: float, *, most: float = math.inf
+) -> Bars:
+    """One figure of each row, with its interval where there is one."""
+    figures = [row.figures[name] for row in rows]
     spans = [
         None
         if of is None or of.low is None or of.high is None
-        else (of.low * 100, min(100.0, of.high * 100))
+        else (of.low * factor, min(most, of.high * factor))
         for of in figures
     ]
-    along = Axis("requests that met the objectives", "%", low=0, high=100)
-    return bar_plot("Objectives met", [r.title for r in rows], [Bars("met", values, spans)], along)
+    return Bars(said, [None if of is None else of.mean * factor for of in figures], spans)
 
 
 def _distributions(cells: Sequence[Cell]) -> Markup:
@@ -107,6 +138,10 @@ def _said(name: str, value: Interval | None) -> str:
         return _around(value, 100, "%")
     if name == "goodput_per_s":
         return _around(value, 1, "/s")
+    if name.endswith("dollars_per_million"):
+        return _around(value, 1, "$")
+    if name == "gpu_s_saved_per_hit":
+        return _around(value, 1, "s")
     return _around(value, 1000, "ms")
 
 

@@ -13,6 +13,7 @@ from statistics import fmean
 
 import msgspec
 
+from kvatlas.report.money import dollars_text
 from kvatlas.report.statistics import Interval, interval
 from kvatlas.report.table import seconds
 from kvatlas.sim.matrix import ARRANGEMENTS, Cell, Name, PathUse
@@ -36,6 +37,10 @@ FIGURES: dict[str, str] = {
     "goodput_per_s": "goodput",
     "attained": "objectives met",
     "hit_share": "hit tokens",
+    "gpu_s_saved_per_hit": "GPU-seconds saved per hit",
+    "dollars_per_million": "$ per million tokens",
+    "busy_dollars_per_million": "the same, busy engines alone",
+    "good_dollars_per_million": "the same, per token that met the objectives",
 }
 
 
@@ -165,12 +170,23 @@ def advise(cells: Sequence[Cell], workload: str, names: Sequence[Name]) -> Advic
     """The arrangement that meets the objectives most often; of those that cannot be told from it,
     the one that needs the least: ``names`` go from little to much."""
     of = [cell for cell in cells if cell.workload == workload]
-    shares = {n: _mean([c.figures["attained"] for c in of if c.arrangement == n]) for n in names}
-    slow_s = {n: _mean([c.figures["ttft_p95_s"] for c in of if c.arrangement == n]) for n in names}
+    shares = _by_name(of, names, "attained")
+    slow_s = _by_name(of, names, "ttft_p95_s")
     best = min(names, key=lambda name: (-shares[name], slow_s[name]))
     take = next(name for name in names if not _worse(of, workload, name, best))
     runs = len({cell.seed for cell in of})
-    return Advice(workload, take, _sentence(workload, (take, best), shares, slow_s, runs))
+    said = _sentence(workload, (take, best), shares, slow_s)
+    if cost := _by_name(of, [take], "dollars_per_million")[take]:
+        said += f"; {dollars_text(cost)} per million tokens"
+    said += f" ({runs} seeds)." if runs > 1 else " (one run: no interval)."
+    return Advice(workload, take, said)
+
+
+def _by_name(cells: Sequence[Cell], names: Sequence[Name], figure: str) -> dict[Name, float]:
+    return {
+        name: _mean([cell.figures[figure] for cell in cells if cell.arrangement == name])
+        for name in names
+    }
 
 
 def _mean(values: Sequence[float | None]) -> float:
@@ -194,7 +210,6 @@ def _sentence(
     chosen: tuple[Name, Name],
     shares: dict[Name, float],
     slow_s: dict[Name, float],
-    runs: int,
 ) -> str:
     """``chosen``: what to take, and the best."""
     names, (take, best) = list(shares), chosen
@@ -209,4 +224,4 @@ def _sentence(
         said += f"; what needs more shows no sure gain here: {titles}"
     elif take != best:
         said += f"; {ARRANGEMENTS[best].title} had {shares[best]:.1%}, which is no sure difference"
-    return said + (f" ({runs} seeds)." if runs > 1 else " (one run: no interval).")
+    return said

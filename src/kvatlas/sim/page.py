@@ -13,14 +13,22 @@ from kvatlas.report.latency import Summary
 from kvatlas.report.plots import distribution_plot
 from kvatlas.report.table import seconds
 from kvatlas.sim.cluster import Cluster
+from kvatlas.sim.hit_curve import HitCurve
 from kvatlas.sim.picture import picture
 from kvatlas.sim.report import SimReport
+from kvatlas.sim.tier_plots import flow_plot, hit_plot, moved
 
 LINKS_MAX = 100
 
 
-def page(cluster: Cluster, report: SimReport, ttft_s: Sequence[float], version: str) -> str:
-    """The whole file. ``ttft_s``: of the answered requests."""
+def page(
+    cluster: Cluster,
+    report: SimReport,
+    ttft_s: Sequence[float],
+    version: str,
+    curve: HitCurve | None = None,
+) -> str:
+    """The whole file. ``ttft_s``: of the answered requests; ``curve``: of the trace."""
     latency = report.latency
     head = (
         f"{latency.requests:,} requests in {latency.duration_s:,.0f} s of trace on "
@@ -28,7 +36,12 @@ def page(cluster: Cluster, report: SimReport, ttft_s: Sequence[float], version: 
     )
     sections = [
         section("What users felt", _tiles(report), _latencies(report), _distribution(ttft_s)),
-        section("Where prompt tokens came from", _tokens(report), _moved(report)),
+        section(
+            "Where prompt tokens came from",
+            _tokens(report),
+            hit_plot(curve) if curve is not None else Markup(""),
+            flow_plot([("moved", moved(report.agents.values(), report.pairs))]),
+        ),
         section("The cluster", picture(cluster, report), _engines(report), _links(report)),
         section("What went wrong", _faults(report)),
     ]
@@ -90,16 +103,6 @@ def _tokens(report: SimReport) -> Markup:
     ]
     lines.append(["all", f"{tokens.prompt:,}", "100.00%"])
     return table(["", "tokens", "share"], lines, numbers_from=1)
-
-
-def _moved(report: SimReport) -> Markup:
-    moved: Counter[str] = Counter()
-    for use in report.agents.values():
-        moved.update(use.moved_bytes)
-    if report.pairs.transfers:
-        moved["handed over"] = round(report.pairs.transferred_bytes)
-    lines = [[name, f"{size / 1e9:,.2f}"] for name, size in sorted(moved.items())]
-    return table(["moved", "GB"], lines, numbers_from=1) if lines else Markup("")
 
 
 def _engines(report: SimReport) -> Markup:

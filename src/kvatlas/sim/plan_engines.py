@@ -75,6 +75,16 @@ def device_price(device: Device, dollars_per_gpu_hour: float | None) -> Price:
     return price(dollars_per_gpu_hour, listed)
 
 
+def resident_blocks(layout: Layout, tokens: int) -> int:
+    """Blocks of a request behind so many tokens: of windows those that it reads, and the one that
+    is open."""
+    total = 0
+    for slot in unroll(layout):
+        all_of_it = -(-tokens // slot.block_tokens)
+        total += all_of_it if slot.need is None else min(slot.need + 1, all_of_it)
+    return total
+
+
 class Engine:
     """One kind with its price: seconds and dollars of what it does."""
 
@@ -132,18 +142,10 @@ class Engine:
     def batch_max(self, tokens: int) -> int:
         """Requests of so many tokens in all that fit beside each other while they decode; 0: not
         even one. An engine that prefills too keeps room for one prompt in its largest step."""
-        blocks, each = self.kind.spec.blocks, self._decoding_blocks(tokens)
+        blocks, each = self.kind.spec.blocks, resident_blocks(self.kind.layout, tokens)
         if self.kind.role != "decode":
             blocks -= max(0, self._pool.peak_blocks(tokens) - each)
         return max(0, min(blocks // each, self.kind.spec.max_running))
-
-    def _decoding_blocks(self, tokens: int) -> int:
-        """Blocks of one that decodes: of windows those that it reads, and the one that is open."""
-        total = 0
-        for slot in unroll(self.kind.layout):
-            all_of_it = -(-tokens // slot.block_tokens)
-            total += all_of_it if slot.need is None else min(slot.need + 1, all_of_it)
-        return total
 
     def batch(self, context: int, tokens: int, tpot_s: float | None) -> int:
         """The largest batch that fits and whose steps take no longer than ``tpot_s``; 0: none."""

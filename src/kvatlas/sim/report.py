@@ -85,6 +85,7 @@ class TokenUse(msgspec.Struct, frozen=True):
 
     ``hits``: resumed, by the tier that held them; ``recomputed``: computed by the engine that
     answered; ``unserved``: of requests that failed before an engine said what it resumed.
+    ``hit_requests`` resumed at all.
     """
 
     prompt: int
@@ -92,6 +93,7 @@ class TokenUse(msgspec.Struct, frozen=True):
     recomputed: int
     unserved: int
     output: int
+    hit_requests: int
 
     @property
     def hit_share(self) -> float:
@@ -183,7 +185,7 @@ class Recorder:
         self._export = export
         self._ttft_s, self._tpot_s, self._e2e_s = array("d"), array("d"), array("d")
         self._gaps = Gaps()
-        self._good = self._failed = self._retries = 0
+        self._good = self._failed = self._retries = self._resumed = 0
         self._prompt = self._recomputed = self._unserved = self._output = 0
         self._hits = [0] * len(Tier)
         self._reused_s = self._recomputed_s = self._waited_s = 0.0
@@ -266,6 +268,7 @@ class Recorder:
         for tier, tokens in below.items():
             self._hits[tier] += tokens
         self._hits[Tier.HBM] += cached - sum(below.values())
+        self._resumed += cached > 0
         self._recomputed += prompt - cached
         time = self._times[name]
         rest_s = time.seconds([(cached, prompt)])
@@ -304,7 +307,9 @@ class Recorder:
     def token_use(self) -> TokenUse:
         """Where the prompt tokens came from."""
         hits = {tier.name.lower(): self._hits[tier] for tier in Tier}
-        return TokenUse(self._prompt, hits, self._recomputed, self._unserved, self._output)
+        return TokenUse(
+            self._prompt, hits, self._recomputed, self._unserved, self._output, self._resumed
+        )
 
     def seconds_use(self) -> SecondsUse:
         """What they cost or saved."""
