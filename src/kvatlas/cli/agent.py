@@ -58,6 +58,7 @@ examples:
   kvatlas agent --dram 32GB --config kvatlas.toml --object valkey://10.0.0.9:6379
   kvatlas agent --dram 32GB --config kvatlas.toml --serve-peers 10.0.0.1:7400 \\
     --peer 10.0.0.2:7400 --peer 10.0.0.3:7400
+  kvatlas agent --dram 32GB --disk /nvme/kvatlas=500GB --seal-keys /etc/kvatlas/keys
   kvatlas agent status --socket /run/kvatlas/agent.sock
 
 """
@@ -154,6 +155,14 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         "master's) or s3://BUCKET; its settings as ?name=value&...; needs --config",
     )
     add(
+        "--seal-keys",
+        type=Path,
+        metavar="DIR",
+        help="a directory of keys (kvatlas keys init): what goes to disk and to --object is sealed "
+        "by AES-GCM, each tenant's under keys of its own; what lies on the disk in the clear is "
+        "removed (default: nothing is sealed)",
+    )
+    add(
         "--peer",
         action="append",
         type=_typed(address_of),
@@ -225,6 +234,7 @@ def run(args: argparse.Namespace) -> int:
         listen=args.listen,
         events_port=args.events_port,
         prefill_tokens_per_s=rate,
+        seal_keys=args.seal_keys,
         agent=Config(
             write_through=tuple(tier for tier, wanted in through if wanted), spacing=args.points
         ),

@@ -30,6 +30,7 @@ COMMANDS = {
     "layout": "what a model's KV state consists of, and what it weighs",
     "devices": "accelerators and links that the time model knows",
     "directory": "what is cached where, asked from a running gateway",
+    "keys": "the keys that tenants' state is sealed with at rest: make, list, rotate, drop",
     "transports": "what pairs hand over, how fast, and over what, asked from a running gateway",
     "tenant": "who the tenants are, by which keys, and what they may hold",
     "doctor": "canaries through a running cluster: what is wrong in it, and what to change",

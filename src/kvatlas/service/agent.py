@@ -27,7 +27,9 @@ from kvatlas.core.policy.registry import make_policy
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.arena import Arena
 from kvatlas.dataplane.codec import Codec
+from kvatlas.dataplane.keystore import FileKeys
 from kvatlas.dataplane.records import SUM_BYTES, checksum_int
+from kvatlas.dataplane.sealing import Sealer
 from kvatlas.dataplane.tiers.base import Shared
 from kvatlas.dataplane.tiers.disk import DiskStore
 from kvatlas.dataplane.tiers.dram import DramStore
@@ -42,6 +44,7 @@ from kvatlas.service.agent_pages import Pages
 from kvatlas.service.agent_pulls import Pulls
 from kvatlas.service.agent_shared import Place, SharedSettings, opened
 from kvatlas.service.agent_socket import Peer, Prompt, ended, listen, process_of
+from kvatlas.service.agent_status import own_tiers
 from kvatlas.service.rdma_ports import INFINIBAND, read_ports
 
 log = logging.getLogger(__name__)
@@ -59,7 +62,8 @@ class Settings(msgspec.Struct, frozen=True):
 
     ``shared``: its stores and peers, and where it serves peers itself. ``prefill_tokens_per_s``: of
     its engines; what takes longer to load than to compute so fast is not loaded. ``infiniband``:
-    where the kernel counts what RDMA ports move.
+    where the kernel counts what RDMA ports move. ``seal_keys``: a directory of keys; what goes to
+    disk and to stores is sealed with them.
     """
 
     path: Path
@@ -75,6 +79,7 @@ class Settings(msgspec.Struct, frozen=True):
     events_port: int = 0  # and at the next one it can be asked for again; 0: at free ones
     prefill_tokens_per_s: float = 8000.0
     infiniband: Path = INFINIBAND
+    seal_keys: Path | None = None
 
 
 class NodeAgent:
@@ -87,6 +92,9 @@ class NodeAgent:
         self.settings = settings
         self.counts: Counter[str] = Counter()
         self._ring = Keyring(settings.secret)
+        #: A tenant's key dropped here is a tenant that cannot be read from disk or store any more.
+        self.keys = None if settings.seal_keys is None else FileKeys(settings.seal_keys)
+        sealer = None if self.keys is None else Sealer(self.keys)
         self._arena = Arena.create(
             settings.dram_bytes + max(_STAGING_BYTES_MIN, settings.dram_bytes // _STAGING_SHARE)
         )
@@ -96,7 +104,7 @@ class NodeAgent:
         if settings.disk is not None:
             try:
                 self._disk = DiskStore(
-                    settings.disk, settings.disk_bytes, codec=settings.disk_codec
+                    settings.disk, settings.disk_bytes, codec=settings.disk_codec, sealer=sealer
                 )
             except BaseException:
                 self._arena.close()
@@ -111,7 +119,7 @@ class NodeAgent:
         self._listener: socket.socket | None = None
         self._shared: dict[Place, Shared] = {}
         try:
-            self._shared = opened(settings.shared, settings.secret, self._arena, self._lost)
+            self._shared = opened(settings.shared, settings.secret, self._arena, self._lost, sealer)
         except BaseException:
             self._close()
             raise
@@ -456,22 +464,7 @@ class NodeAgent:
             + self.errands.counts
         )
         counts += driver.ways.counts
-        tiers: dict[str, object] = {}
-        for tier, store in ((Tier.DRAM, self._dram), (Tier.DISK, self._disk)):
-            if store is not None:
-                usage = core.ledger(tier).usage()
-                shown: dict[str, object] = {
-                    "transport": store.transport,
-                    "capacity_bytes": core.ledger(tier).limits.capacity_bytes,
-                    "held_bytes": usage.committed_bytes,
-                    "in_use_bytes": usage.in_use_bytes,
-                    "units": usage.entries,
-                    "counts": dict(sorted(store.counts.all().items())),
-                }
-                if isinstance(store, DiskStore):
-                    shown["quarantined_bytes"] = store.quarantined_bytes
-                tiers[tier.name.lower()] = shown
-        tiers |= driver.ways.status()
+        tiers = own_tiers(core, self._dram, self._disk) | driver.ways.status()
         return {
             "arena": self._life(),
             "listens": self.front.url,

@@ -22,6 +22,7 @@ from kvatlas.core.records import Tier
 from kvatlas.core.units import Part, Unit
 from kvatlas.dataplane import records
 from kvatlas.dataplane.arena import Arena
+from kvatlas.dataplane.sealing import Sealer
 from kvatlas.dataplane.tiers import peer
 from kvatlas.dataplane.tiers.base import Finish, Piece, Report, Shared
 from kvatlas.dataplane.tiers.dram import DramStore
@@ -62,10 +63,14 @@ class SharedSettings(msgspec.Struct, frozen=True):
 
 
 def opened(
-    settings: SharedSettings, secret: bytes, arena: Arena, lost: Callable[[Place], None]
+    settings: SharedSettings,
+    secret: bytes,
+    arena: Arena,
+    lost: Callable[[Place], None],
+    sealer: Sealer | None = None,
 ) -> dict[Place, Shared]:
-    """The stores. ``lost`` is told, from any thread, of one that has lost all. Raises
-    ConfigError."""
+    """The stores. ``lost`` is told, from any thread, of one that has lost all. With a ``sealer``
+    what others keep is sealed; a peer's dram is not at rest. Raises ConfigError."""
     stores: dict[Place, Shared] = {}
     try:
         for address in settings.peers:
@@ -74,7 +79,7 @@ def opened(
             stores[place] = peer.PeerStore(one, _told(lost, place))
         if settings.object_url:
             place = Tier.OBJECT, ""
-            stores[place] = open_object(settings.object_url, arena, _told(lost, place))
+            stores[place] = open_object(settings.object_url, arena, _told(lost, place), sealer)
     except BaseException:
         for store in stores.values():
             store.close()

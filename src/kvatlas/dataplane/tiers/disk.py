@@ -10,6 +10,7 @@ medium (fdatasync of what was written, then a synced commit).
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,8 @@ from kvatlas.dataplane.tiers.disk_room import Room
 from kvatlas.dataplane.tiers.disk_units import Held, held_of, room_of, start_sealed, unfit
 from kvatlas.dataplane.tiers.work import Batch, Why, Workers, check
 from kvatlas.errors import ConfigError, StoreError
+
+log = logging.getLogger(__name__)
 
 _MASK = GRAIN_BYTES - 1
 _FOOT_BYTES = whole(GRAIN_BYTES - 1 + LABEL_BYTES_MAX)  # a unit's last bytes and its label
@@ -156,6 +159,11 @@ class DiskStore:
     # -- size -----------------------------------------------------------------------------------
 
     @property
+    def sealed(self) -> bool:
+        """Whether nothing on it lies in the clear."""
+        return self._sealer is not None
+
+    @property
     def size_bytes(self) -> int:
         """Of the segments that are written to."""
         return self._room.size_bytes
@@ -226,6 +234,12 @@ class DiskStore:
         if wrong or catalogue.unusable:
             self.counts.add("found_unusable", len(wrong) + catalogue.unusable)
             self._commits.drop(wrong)
+        if locked := self.counts.all().get("found_locked"):
+            log.warning(
+                "%s: %d units were sealed with keys that are not here, and were removed",
+                self._files.directory,
+                locked,
+            )
         for number, rooms in used.items():
             self._room.add(number, rooms)
         for number in self._files.there():

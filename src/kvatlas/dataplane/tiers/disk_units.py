@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from kvatlas.dataplane.tiers.base import Counts, Entry, Piece
 from kvatlas.dataplane.tiers.disk_catalogue import Catalogue, Row
 from kvatlas.dataplane.tiers.disk_files import Files
 from kvatlas.errors import ConfigError, StoreError
+
+log = logging.getLogger(__name__)
 
 _MARK = "sealed"  # a file that is there while nothing in the directory lies in the clear
 
@@ -101,6 +104,12 @@ def start_sealed(files: Files, segment_bytes: int, counts: Counts, *, sealed: bo
             mark.touch(0o600)
             if lost:
                 counts.add("found_unsealed", lost)
+                log.warning(
+                    "%s: %d units lay there in the clear and were removed with their files: from"
+                    " now on all is sealed",
+                    files.directory,
+                    lost,
+                )
         fd = os.open(files.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
