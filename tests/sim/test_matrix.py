@@ -235,7 +235,7 @@ def _until(true: Callable[[], bool]) -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc here")
 def test_a_killed_command_leaves_no_process() -> None:
     argv = [sys.executable, "-m", "kvatlas", "matrix", "--families", "agent", "--engines", "2"]
-    argv += ["--requests", "100000", "--processes", "2", "--quiet"]
+    argv += ["--requests", "10000", "--processes", "2", "--quiet"]
     started = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _until(lambda: len(_children(started.pid)) >= 3)  # two that work, and one that tidies up

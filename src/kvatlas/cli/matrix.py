@@ -150,9 +150,7 @@ def run(args: argparse.Namespace) -> int:
             (
                 "--html",
                 args.html,
-                lambda: page(
-                    _head(result), result.advice, result.rows, found, result.curves
-                ).encode(),
+                lambda: _page(result).encode(),
             ),
         )
     finally:
@@ -269,48 +267,61 @@ def show(result: Result, console: Console) -> None:
     for advice in result.advice:
         console.print(advice.sentence, markup=False)
     for workload, load in result.loads.items():
-        console.print(_table(result, workload, load))
+        console.print(_times(result, workload, load))
+        console.print(_costs(result, workload))
     for assumed in result.assumed:
         console.print(f"assumed: {assumed.text()}", markup=False)
 
 
-def _table(result: Result, workload: str, load: float | None) -> Table:
+_TIMES = ("ttft_p50", "ttft_p95", "ttft_p99", "tpot_p50", "tpot_p95", "e2e_p95")
+
+
+def _times(result: Result, workload: str, load: float | None) -> Table:
+    """What users feel."""
     asked = "" if load is None else f", load {load:.2f}"
     made = Table(title=f"{workload}{asked}", title_justify="left")
     made.add_column("arrangement")
     for name in ("TTFT p50", "p95", "p99", "TPOT p50", "p95", "E2E p95", "goodput/s", "met"):
         made.add_column(name, justify="right")
-    for name in ("hbm", "below", "computed", "saved/hit", "$/M", "$/M met", "prefill"):
-        made.add_column(name, justify="right")
     for row in result.rows:
-        if row.workload != workload:
-            continue
-        shown = [
-            _time(row.figures[f"{name}_s"])
-            for name in ("ttft_p50", "ttft_p95", "ttft_p99", "tpot_p50", "tpot_p95", "e2e_p95")
-        ]
-        share = row.token_share
-        below = sum(share.get(tier, 0.0) for tier in ("dram", "disk", "object", "peer"))
-        goodput, met = row.figures["goodput_per_s"], row.figures["attained"]
-        made.add_row(
-            row.title,
-            *shown,
-            "" if goodput is None else f"{goodput.mean:.2f}",
-            "" if met is None else f"{met.mean:.1%}",
-            f"{share.get('hbm', 0.0):.1%}",
-            f"{below:.1%}",
-            f"{share.get('recomputed', 0.0):.1%}",
-            *(_mean(row.figures[name], shown) for name, shown in _COSTS.items()),
-            str(row.prefill_engines or ""),
-        )
+        if row.workload == workload:
+            made.add_row(
+                row.title,
+                *(_time(row.figures[f"{name}_s"]) for name in _TIMES),
+                _mean(row.figures["goodput_per_s"], "{:.2f}".format),
+                _mean(row.figures["attained"], "{:.1%}".format),
+            )
     return made
 
 
 _COSTS: dict[str, Callable[[float], str]] = {
-    "gpu_s_saved_per_hit": seconds,
+    "gpu_s_saved_per_hit": "{:.3g} s".format,
     "dollars_per_million": dollars_text,
+    "busy_dollars_per_million": dollars_text,
     "good_dollars_per_million": dollars_text,
 }
+
+
+def _costs(result: Result, workload: str) -> Table:
+    """Where the prompt's tokens came from, and what all of them cost."""
+    made = Table(caption="GPU: seconds saved per hit. $/M: per million tokens; of busy engines "
+                 "alone; of tokens that met the objectives.", caption_justify="left")  # fmt: skip
+    made.add_column("arrangement")
+    for name in ("hbm", "lower tiers", "computed", "GPU/hit", "$/M", "busy", "met", "prefill"):
+        made.add_column(name, justify="right")
+    for row in result.rows:
+        if row.workload == workload:
+            share = row.token_share
+            below = sum(share.get(tier, 0.0) for tier in ("dram", "disk", "object", "peer"))
+            made.add_row(
+                row.title,
+                f"{share.get('hbm', 0.0):.1%}",
+                f"{below:.1%}",
+                f"{share.get('recomputed', 0.0):.1%}",
+                *(_mean(row.figures[name], shown) for name, shown in _COSTS.items()),
+                str(row.prefill_engines or ""),
+            )
+    return made
 
 
 def _mean(value: Interval | None, shown: Callable[[float], str]) -> str:
@@ -351,9 +362,7 @@ def table(found: Sequence[Cell]) -> str:
     return out.getvalue()
 
 
-def _head(result: Result) -> list[str]:
-    """What the page says of itself."""
-    return [
-        f"kvatlas {result.version}, simulated: {result.devices} devices in all.",
-        *(f"Assumed, because nobody gave it: {a.text()}." for a in result.assumed),
-    ]
+def _page(result: Result) -> str:
+    about = f"kvatlas {result.version}, simulated: {result.devices} devices in all."
+    guessed = [each.text() for each in result.assumed]
+    return page(about, guessed, result.advice, result.rows, result.cells, curves=result.curves)

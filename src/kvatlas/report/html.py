@@ -73,6 +73,12 @@ def bullets(items: Sequence[Part]) -> Markup:
     return Markup("<ul>" + "".join(f"<li>{_inline(item)}</li>" for item in items) + "</ul>")
 
 
+def assumed(items: Sequence[str]) -> Markup:
+    """What nobody gave and was taken for given; nothing where that is nothing."""
+    said = "<p>Assumed, because nobody gave it:</p>" if items else ""
+    return Markup(said + bullets(items))
+
+
 def code(text: str) -> Markup:
     """Commands, output or evidence as they are, line for line."""
     return Markup(f"<pre>{escaped(text, CODE_MAX)}</pre>")

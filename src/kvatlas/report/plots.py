@@ -76,8 +76,8 @@ def line_plot(
     body += [_series(line, index, across, up) for index, line in enumerate(drawn)]
     body += [_mark(mark, i, across if mark.axis == "x" else up) for i, mark in enumerate(marks)]
     left = {"points that these axes cannot show": lost, "series": len(lines) - SERIES_MAX}
-    said = _notes(note, left)
-    return _figure(title, said, _key([line.name for line in drawn]), _svg(_HEIGHT, title, body))
+    key = _key([line.name for line in drawn]) if len(drawn) > 1 else ""
+    return _figure(title, _notes(note, left), key, _svg(_HEIGHT, title, body))
 
 
 def distribution_plot(

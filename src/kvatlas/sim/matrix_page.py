@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from kvatlas.report.axes import Axis
-from kvatlas.report.html import Markup, bullets, section, table
+from kvatlas.report.html import Markup, assumed, bullets, section, table
 from kvatlas.report.html import page as html_page
 from kvatlas.report.plots import Bars, bar_plot, distribution_plot
 from kvatlas.report.statistics import Interval
@@ -27,21 +27,24 @@ _PATHS = {
 
 
 def page(
-    head: Sequence[str],
+    about: str,
+    guessed: Sequence[str],
     advice: Sequence[Advice],
     rows: Sequence[Row],
     cells: Sequence[Cell],
+    *,
     curves: Mapping[str, HitCurve],
 ) -> str:
-    """The whole file. ``head``: what was simulated, and what was assumed; ``curves``: hits by
-    capacity, by workload."""
+    """The whole file. ``about``: what was simulated; ``guessed``: what nobody gave; ``curves``:
+    hits by capacity, by workload."""
     workloads = list(dict.fromkeys(row.workload for row in rows))
-    sections = [section("What to take", bullets([each.sentence for each in advice]), *head[1:])]
+    said = bullets([each.sentence for each in advice])
+    sections = [section("What to take", said, assumed(guessed))]
     for workload in workloads:
         of = [row for row in rows if row.workload == workload]
         played = [cell for cell in cells if cell.workload == workload]
         sections.append(_workload(workload, of, played, curves.get(workload)))
-    return html_page("Is a shared cache worth it?", sections, subtitle=head[0] if head else "")
+    return html_page("Is a shared cache worth it?", sections, subtitle=about)
 
 
 def _workload(
@@ -138,16 +141,14 @@ def _said(name: str, value: Interval | None) -> str:
         return _around(value, 100, "%")
     if name == "goodput_per_s":
         return _around(value, 1, "/s")
-    if name.endswith("dollars_per_million"):
-        return _around(value, 1, "$")
-    if name == "gpu_s_saved_per_hit":
-        return _around(value, 1, "s")
+    if name.endswith("dollars_per_million") or name == "gpu_s_saved_per_hit":
+        return _around(value, 1, "")
     return _around(value, 1000, "ms")
 
 
 def _around(value: Interval, factor: float, unit: str) -> str:
     """The mean, and how far the interval goes on the side where it goes farther."""
-    said = f"{value.mean * factor:,.4g} {unit}"
+    said = f"{value.mean * factor:,.4g} {unit}".rstrip()
     if value.low is None or value.high is None or not value.mean:
         return said
     off = max(value.mean - value.low, value.high - value.mean) / abs(value.mean)

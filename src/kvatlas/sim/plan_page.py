@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvatlas.report.axes import Axis
-from kvatlas.report.html import Markup, Part, bullets, section, table
+from kvatlas.report.html import Markup, assumed, section, table
 from kvatlas.report.html import page as html_page
 from kvatlas.report.money import dollars_text
 from kvatlas.report.plots import Line, line_plot
@@ -17,13 +17,10 @@ REUSES = (1, 2, 4, 8, 16, 32)  # of the plot of cost against reuse
 Lines = tuple[list[str], list[list[str]]]  # heads, and rows below them
 
 
-def page(head: Sequence[str], assumed: Sequence[str], found: Plan) -> str:
-    """The whole file. ``head``: what was priced; ``assumed``: what nobody gave."""
-    what: list[Part] = [found.advice, *head]
-    if assumed:
-        what += ["Assumed, because nobody gave it:", bullets(list(assumed))]
+def page(head: Sequence[str], guessed: Sequence[str], found: Plan) -> str:
+    """The whole file. ``head``: what was priced; ``guessed``: what nobody gave."""
     sections = [
-        section("What to do", *what),
+        section("What to do", found.advice, *head[1:], assumed(guessed)),
         section("What tokens cost", _hit_share(found), *_tables(found, "mix", "prefill", "decode")),
         section("What a hit saves", *_tables(found, "hits")),
         section("Load or compute", _loads(found), *_tables(found, "ways", "loads")),
