@@ -25,6 +25,10 @@ class Floor(msgspec.Struct, frozen=True, omit_defaults=True):
     before: int = 0
     session: str = ""
 
+    def covers(self, owner: str) -> bool:
+        """Whether units of this owner are meant."""
+        return Floors((self,)).forgotten(owner)
+
 
 class Floors:
     """All that one part was told, each the highest of its kind."""

@@ -28,6 +28,7 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from kvatlas.core.forgetting import payer_of
 from kvatlas.dataplane.keystore import KeyProvider
 from kvatlas.dataplane.records import SUM_BYTES, Label, SealedLabel, pack
 from kvatlas.errors import StoreError
@@ -48,7 +49,7 @@ class Sealer:
     def seal(self, label: Label, stored: memoryview, into: memoryview) -> SealedLabel:
         """Fill ``into``, as long as ``stored``. Raises KeyMissing where there is no key to be
         had."""
-        key = self.keys.current(label.tenant)
+        key = self.keys.current(payer_of(label.tenant))
         nonce = os.urandom(NONCE_BYTES)
         fields = msgspec.structs.asdict(label) | {"checksum": b""}
         bare = SealedLabel(**fields, key=key.id, nonce=nonce)
@@ -64,7 +65,7 @@ class Sealer:
         what was sealed."""
         if len(label.nonce) != NONCE_BYTES or len(label.closed) != SUM_BYTES + _TAG_BYTES:
             raise StoreError("this is no seal")
-        key = self.keys.get(label.tenant, label.key)
+        key = self.keys.get(payer_of(label.tenant), label.key)
         bare = msgspec.structs.replace(label, closed=b"")
         cipher, mode = _one_time(key.secret, label.nonce, label.closed[SUM_BYTES:])
         opening = Cipher(cipher, mode).decryptor()

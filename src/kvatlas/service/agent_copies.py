@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 from kvatlas.core import agent_values as words
 from kvatlas.core.records import Tier
@@ -18,6 +20,7 @@ from kvatlas.dataplane.tiers.dram import Unit as Kept
 from kvatlas.service.agent_loads import End, Here, Loads
 from kvatlas.service.agent_shared import Ways
 
+T = TypeVar("T")
 QUEUE_S = 20.0  # with the disk's own deadline less than the machine waits for a copy
 
 
@@ -33,9 +36,13 @@ class Copies:
         post: Callable[..., None],
         done: End,
         expects: Callable[[Tier, bytes], bool],
+        forgotten: Callable[[str], bool],
     ) -> None:
-        """``expects``: whether the machine has a unit in a tier, or waits for it."""
+        """``expects``: whether the machine has a unit in a tier, or waits for it; ``forgotten``:
+        whether nothing of an owner may be kept."""
+        self.writing: Counter[str] = Counter()  # pieces that stores have not ended, by owner
         self._expects = expects
+        self._forgotten = forgotten
         self.dram = dram
         self.disk = disk
         self.ways = ways
@@ -58,11 +65,34 @@ class Copies:
         """To any tier but dram; on disk in one order with what is deleted there."""
         if not pieces:
             done(Report())
-        elif tier is Tier.DISK and self.disk is not None:
+            return
+        done = self._watched(tier, pieces, done)
+        if tier is Tier.DISK and self.disk is not None:
             until = time.monotonic() + QUEUE_S
             self._order.submit(self._in_turn, self.disk, pieces, done, until)
         elif tier is Tier.DISK or not self.ways.write(tier, pieces, done):
             _refuse(pieces, done, "no such tier answers")
+
+    def _watched(self, tier: Tier, pieces: Sequence[Piece], done: Finish) -> Finish:
+        """What a store has written of an owner who was forgotten meanwhile goes again, also where
+        it says that it has not: it may have, and been too late to say so."""
+        owners = Counter(piece.tenant for piece in pieces)
+        self.writing.update(owners)
+
+        def over() -> None:
+            self.writing.subtract(owners)
+            self.writing += Counter()  # without those at zero
+            names = [piece.name for piece in pieces if self._forgotten(piece.tenant)]
+            if names and tier is Tier.DISK and self.disk is not None:
+                self._order.submit(self.disk.delete, names)
+            elif names:
+                self.ways.delete(tier, names)
+
+        def written(report: Report) -> None:
+            self._post(over)
+            done(report)
+
+        return written
 
     def _in_turn(
         self, disk: DiskStore, pieces: Sequence[Piece], done: Finish, until: float
@@ -249,6 +279,10 @@ class Copies:
 
     def _disk_entry(self, name: bytes) -> Entry | None:
         return None if self.disk is None else self.disk.entry(name)
+
+    def in_order(self, call: Callable[[], T]) -> Future[T]:
+        """Do something after all that the disk was told to delete until now."""
+        return self._order.submit(call)
 
     def close(self) -> None:
         """Waits for what is being handed to the disk."""

@@ -65,8 +65,17 @@ class Driver:
         self.disk = disk
         self.ways = Ways(shared or {}, tell=self.tell, post=post)
         self.copies = Copies(
-            dram, disk, self.ways, post=post, done=self._done, expects=agent.expects
+            dram,
+            disk,
+            self.ways,
+            post=post,
+            done=self._done,
+            expects=agent.expects,
+            forgotten=agent.forgotten,
         )
+        dram.wipes = agent.forgotten
+        if disk is not None:
+            disk.wipes = agent.forgotten
         self.loads = self.copies.loads = Loads(
             arena,
             dram,
@@ -245,7 +254,7 @@ class Driver:
             unit.index,
             saving.tenant,
             saving.fingerprint,
-            released=partial(self._from_thread, self.dram.abort, room, slot),
+            released=partial(self._from_thread, self.dram.abort, room, slot, saving.tenant),
         )
 
     # -- ends -----------------------------------------------------------------------------------
@@ -260,8 +269,9 @@ class Driver:
             self._done(op, error="stopped")
 
     def _give_back(self, op: int) -> None:
-        for _, slot, room in self._unanswered.pop(op).rooms.values():
-            self.dram.abort(room, slot)
+        saving = self._unanswered.pop(op)
+        for _, slot, room in saving.rooms.values():
+            self.dram.abort(room, slot, saving.tenant)
 
     def gone(self, worker: str) -> None:
         """An engine's process has ended: nothing of it reads or writes any more."""

@@ -217,7 +217,7 @@ class Loads:
     def _untouched(self, here: Here) -> None:
         here.touched = False
         if here.dropped:
-            self.dram.abort(here.room, here.slot)
+            self._free(here)
 
     def _came(self, reading: Reading, mine: Iterable[Here], report: Report) -> None:
         bad = {*report.failed, *report.damaged}
@@ -268,7 +268,7 @@ class Loads:
         name = worker, request
         staging = self._over.pop(name, None)
         self.release(worker, request, used=False)
-        if staging is None or worker not in self.engines:
+        if staging is None or staging.stopped or worker not in self.engines:
             self.let_go(staging.here if staging is not None else ())
             self._ready(worker, wire.Staged(request, tokens, why="not loaded"))
             return
@@ -315,7 +315,11 @@ class Loads:
             elif here.touched:
                 here.dropped = True
             else:
-                self.dram.abort(here.room, here.slot)
+                self._free(here)
+
+    def _free(self, here: Here) -> None:
+        owner = here.piece.tenant if here.piece is not None else ""
+        self.dram.abort(here.room, here.slot, owner)
 
     def room_name(self, name: bytes) -> bytes:
         """For room that no ledger knows of."""
@@ -324,8 +328,9 @@ class Loads:
 
     def stop(self, op: int) -> None:
         """Ends when all its parts do."""
-        if (staging := self._stagings.get(op)) is not None:
-            staging.stopped = True
+        for staging in (self._stagings.get(op), *self._over.values()):
+            if staging is not None and staging.load.op == op:
+                staging.stopped = True
 
     def gone(self, worker: str) -> None:
         """The process of an engine has ended."""
@@ -334,6 +339,11 @@ class Loads:
             self.let_go(self._over.pop(name).here)
         for name in [name for name in self._held if name[0] == worker]:
             self.release(*name, used=False)
+
+    def held_of(self, meant: Callable[[str], bool]) -> int:
+        """Pieces that engines may read still, of owners that are meant, from other tiers."""
+        pieces = (here.piece for held, _ in self._held.values() for here in held)
+        return sum(piece is not None and meant(piece.tenant) for piece in pieces)
 
     @property
     def held(self) -> int:

@@ -13,7 +13,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
@@ -29,6 +29,8 @@ from kvatlas.dataplane.tiers.dram import DramStore
 from kvatlas.dataplane.tiers.opening import DEADLINE_S, open_object
 from kvatlas.dataplane.tiers.sockets import Address
 from kvatlas.errors import ConfigError, StoreError
+from kvatlas.service import agent_peers
+from kvatlas.service.agent_peers import Choice
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +50,14 @@ Block = tuple[Unit, ...]
 
 class SharedSettings(msgspec.Struct, frozen=True):
     """What a node shares: the URL of a store, peers that it reads from, and where it lets peers
-    read (None: nowhere). All nodes must have the same secret. ``seek_s``: of one request's time
-    that asking what others hold may take."""
+    read (None: nowhere), and over what. All nodes must have the same secret. ``seek_s``: of one
+    request's time that asking what others hold may take."""
 
     object_url: str = ""
     peers: tuple[Address, ...] = ()
     serve: Address | None = None
     seek_s: float = 0.5
+    peer_transport: Choice = "auto"
 
     def __post_init__(self) -> None:
         """Raises ConfigError for no time."""
@@ -76,7 +79,8 @@ def opened(
         for address in settings.peers:
             place = Tier.PEER, str(address)
             one = peer.Settings(*address, token=_token(secret), deadline_s=DEADLINE_S)
-            stores[place] = peer.PeerStore(one, _told(lost, place))
+            by = agent_peers.reader(settings.peer_transport, arena)
+            stores[place] = peer.PeerStore(one, _told(lost, place), by)
         if settings.object_url:
             place = Tier.OBJECT, ""
             stores[place] = open_object(settings.object_url, arena, _told(lost, place), sealer)
@@ -121,6 +125,7 @@ class Ways:
         self._post = post
         self._loop = asyncio.get_running_loop()
         self._seeks: set[asyncio.Task[None]] = set()
+        self._deletes = ThreadPoolExecutor(1, "agent-deletes")
         self._lends: dict[str, Future[Collection[bytes]]] = {}
         self._number = 0
         self._looking = self._loop.call_later(LOOK_S, self._look)
@@ -140,6 +145,22 @@ class Ways:
         if way is not None:
             way.store.write(pieces, self._heard(way, done))
         return way is not None
+
+    def delete(self, tier: Tier, names: Sequence[bytes]) -> None:
+        """Of a store, in a thread of its own; one that does not answer is counted."""
+        way = self._ways.get((tier, ""))
+        if way is not None:
+            self._deletes.submit(self._delete, way, tuple(names))
+
+    def _delete(self, way: Way, names: tuple[bytes, ...]) -> None:
+        try:
+            way.store.delete(names)
+        except Exception as error:  # each store has its own
+            log.warning("%s: %d values were not deleted: %s", _called(way), len(names), error)
+            self._post(self._count, f"{way.tier.name.lower()}_not_deleted")
+
+    def _count(self, reason: str) -> None:
+        self.counts[reason] += 1
 
     def _way(self, tier: Tier, node: str) -> Way | None:
         way = self._ways.get((tier, node))
@@ -309,8 +330,9 @@ class Ways:
     def serve(self, dram: DramStore, settings: SharedSettings, secret: bytes) -> None:
         """Let peers read from now on, where that is wanted. Raises ConfigError."""
         if (at := settings.serve) is not None:
+            nixl = agent_peers.lender(settings.peer_transport, dram.arena)
             self._served = peer.PeerServer(
-                dram, host=at[0], port=at[1], token=_token(secret), lend=self.lend
+                dram, host=at[0], port=at[1], token=_token(secret), lend=self.lend, nixl=nixl
             )
 
     def lend(self, names: Sequence[bytes]) -> Collection[bytes]:
@@ -341,6 +363,11 @@ class Ways:
 
     # -- the whole ------------------------------------------------------------------------------
 
+    def store(self, tier: Tier) -> Shared | None:
+        """That of a tier which all nodes share."""
+        way = self._ways.get((tier, ""))
+        return None if way is None else way.store
+
     def problems(self) -> dict[str, str]:
         """For the health page."""
         silent = [way for way in self._ways.values() if way.silent]
@@ -361,8 +388,8 @@ class Ways:
                 "rests": way.rests,
                 "counts": dict(sorted(way.store.counts.items())),
             }
-            if tier is Tier.PEER:
-                peers[node] = told
+            if isinstance(way.store, peer.PeerStore):
+                peers[node] = told | way.store.told()
             else:
                 shown[tier.name.lower()] = told
         if peers:
@@ -370,7 +397,8 @@ class Ways:
         if self._served is not None:
             shown["served"] = {
                 "address": str(self._served.address),
-                "transport": "tcp",
+                "transport": self._served.plain,
+                "nixl": self._served.nixl,
                 "counts": dict(sorted(self._served.counts.all().items())),
             }
         return shown
@@ -378,6 +406,7 @@ class Ways:
     def close(self) -> None:
         """Ends all that is looked for and served; the stores are the caller's to close."""
         self._looking.cancel()
+        self._deletes.shutdown(wait=True, cancel_futures=True)
         for task in self._seeks:
             task.cancel()
         if self._served is not None:

@@ -104,6 +104,10 @@ class Shared(Store, Protocol):
     def find(self, names: Sequence[bytes], done: Finish) -> None:
         """Which of these are there; ``failed`` are those that are not. Nothing is verified."""
 
+    def labels(self) -> Iterator[Entry] | None:
+        """As `scan`, with what each value says of itself; None where that cannot be had. May read
+        something of every value: for purges."""
+
     @property
     def counts(self) -> dict[str, int]:
         """Pieces and failures, by reason."""

@@ -82,6 +82,7 @@ class DiskStore:
         if segment_bytes < GRAIN_BYTES or threads < 1 or queue_max < 1 or not 0 < deadline_s < 1e6:
             raise ConfigError("disk: segment, threads, queue and deadline must be above zero")
         self.counts = Counts()
+        self.wipes: Callable[[str], bool] = lambda _: False  # of an owner whose bytes must not stay
         self._codec = codec
         self._sealer = sealer
         segment = min(segment_bytes, capacity_bytes) // GRAIN_BYTES * GRAIN_BYTES
@@ -122,11 +123,14 @@ class DiskStore:
         with self._lock:
             for name in dict.fromkeys(names):
                 if (held := self._held.pop(name, None)) is not None:
+                    held.wipe = self.wipes(held.label.tenant)
                     gone.append(held)
         if gone:
             self._commits.drop([held.label.name for held in gone])
             for held in gone:
                 self._leave(held)
+            if any(held.wipe for held in gone):
+                self._commits.settle()
 
     def scan(self) -> Iterator[Entry]:
         """As `Store.scan`, out of memory."""
@@ -456,22 +460,36 @@ class DiskStore:
     def _leave(self, held: Held, *, broken: bool = False) -> None:
         with self._lock:
             held.gone, held.broken = True, broken
+            last = not held.readers
+        if last:
             self._free(held)
 
     def _let_go(self, held: Held) -> None:
         with self._lock:
             held.readers -= 1
-            if held.gone:
-                self._free(held)
+            last = held.gone and not held.readers
+        if last:
+            self._free(held)
 
     def _free(self, held: Held) -> None:
-        if held.readers:
-            return
-        if held.broken:
-            self._room.set_aside(held.place, held.room)
-        else:
-            self._room.give(held.place, held.room)
-        self._drop_emptied()
+        if held.wipe:
+            self._wipe(held)
+        with self._lock:
+            if held.broken:
+                self._room.set_aside(held.place, held.room)
+            else:
+                self._room.give(held.place, held.room)
+            self._drop_emptied()
+
+    def _wipe(self, held: Held) -> None:
+        """Nobody finds it, and nobody else has its place yet."""
+        number, offset = divmod(held.place, self._room.segment_bytes)
+        nothing = memoryview(mmap.mmap(-1, held.room))
+        try:
+            if self._files.write(number, [nothing], offset) != held.room:
+                self.counts.add("wipe_short")
+        except OSError:
+            self.counts.add("wipe_failed")
 
 
 def _other(asked: int, piece: Piece) -> Why | None:

@@ -56,6 +56,14 @@ class Commits:
         """Units are gone. False: not yet; it is done with the next commit."""
         return self._do(_Change(None, names, False, lambda: None))
 
+    def settle(self) -> None:
+        """What was dropped stands in no log of the catalogue any more."""
+        with self._turn:
+            try:
+                self._catalogue.checkpoint()
+            except sqlite3.Error:
+                self._counts.add("checkpoint_failed")
+
     def close(self) -> None:
         """Closes the catalogue."""
         with self._turn:

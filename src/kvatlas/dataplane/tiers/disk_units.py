@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvatlas.core.forgetting import payer_of
 from kvatlas.dataplane.extents import whole
 from kvatlas.dataplane.keystore import KeyMissing
 from kvatlas.dataplane.records import Label, SealedLabel, checksum_int, unpack
@@ -26,7 +27,8 @@ _MARK = "sealed"  # a file that is there while nothing in the directory lies in 
 
 class Held(msgspec.Struct, eq=False, gc=False):
     """A unit that can be found. ``checksum``: b"" while it is not known, of a sealed one that was
-    found at the start. ``gone``: not any more; its room is free with its last reader."""
+    found at the start. ``gone``: not any more; its room is free with its last reader, and its
+    bytes are written over then, where they are to be wiped."""
 
     label: Label
     place: int
@@ -35,6 +37,7 @@ class Held(msgspec.Struct, eq=False, gc=False):
     readers: int = 0
     gone: bool = False
     broken: bool = False
+    wipe: bool = False
 
     def entry(self) -> Entry:
         """As `Store.scan` tells of it."""
@@ -81,7 +84,7 @@ def _readable(label: Label, sealer: Sealer | None, counts: Counts) -> bool:
         return sealer is None
     if sealer is not None:
         with contextlib.suppress(KeyMissing):
-            sealer.keys.get(label.tenant, label.key)
+            sealer.keys.get(payer_of(label.tenant), label.key)
             return True
     counts.add("found_locked")
     return False

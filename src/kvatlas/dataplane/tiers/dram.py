@@ -43,6 +43,7 @@ class DramStore:
         checksums of what `write` and `read` copy must be right."""
         self.arena = arena
         self.counts = Counts()
+        self.wipes: Callable[[str], bool] = lambda _: False  # of an owner whose bytes must not stay
         self._verify = verify
         self._slots = Slots(arena)
         self._units: dict[bytes, Unit] = {}
@@ -76,13 +77,14 @@ class DramStore:
             self._units[name] = unit
             self._slots.release(unit.slot)
 
-    def abort(self, name: bytes, slot: Slot) -> None:
-        """The room is free: whoever filled it touches it no more. Raises as `commit`."""
+    def abort(self, name: bytes, slot: Slot, owner: str = "") -> None:
+        """The room is free: whoever filled it, for ``owner``, touches it no more. Raises as
+        `commit`."""
         with self._lock:
             if self._rooms.get(name) != slot:
                 raise StoreError(f"abort {name!r}: not reserved (any more)")
             del self._rooms[name]
-            self._slots.give(slot)
+            self._slots.give(slot, wipe=self.wipes(owner))
             self._slots.release(slot)
 
     def adopt(self, room: bytes, name: bytes, unit: Unit) -> bool:
@@ -125,7 +127,7 @@ class DramStore:
         with self._lock:
             for name in names:
                 if (unit := self._units.pop(name, None)) is not None:
-                    self._slots.give(unit.slot)
+                    self._slots.give(unit.slot, wipe=self.wipes(unit.tenant))
 
     def scan(self) -> Iterator[Entry]:
         """As `Store.scan`."""
@@ -150,6 +152,12 @@ class DramStore:
         self.delete(names)
 
     # -- state ----------------------------------------------------------------------------------
+
+    @property
+    def wiping(self) -> int:
+        """Deleted units whose bytes are to be wiped and still touched by somebody."""
+        with self._lock:
+            return self._slots.to_wipe
 
     @property
     def free_bytes(self) -> int:
