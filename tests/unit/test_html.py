@@ -7,7 +7,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvatlas.report import html, plots
@@ -177,6 +177,8 @@ def test_a_distribution_is_a_stair_with_a_band() -> None:
 
 
 @given(st.lists(st.floats(), min_size=1, max_size=20), st.booleans())
+@example([1.0, 1000000000000001.0], True)  # whose logarithm is rounded down
+@example([1.0, 1e13], True)
 def test_any_values_find_a_place(values: list[float], log: bool) -> None:
     axis = Axis("x", log=log)
     shown = [v for v in values if axis.shows(v)]

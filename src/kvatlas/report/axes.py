@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 VALUE_MAX = 1e100  # beyond it nothing is drawn
+TICKS_MAX = 12  # steps between them on a logarithmic axis
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -66,10 +67,11 @@ def _ticks(low: float, high: float) -> list[float]:
 def _log_ticks(low: float, high: float) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     fine = (1, 2, 5) if last - first < 4 else (1,)
-    ticks = [m * 10.0**p for p in range(first, max(last, first + 1) + 1) for m in fine]
+    # One power more than the logarithm says: it is rounded.
+    ticks = [m * 10.0**p for p in range(first - 1, max(last, first + 1) + 2) for m in fine]
     below = sum(tick <= low for tick in ticks) - 1
     above = next(i for i, tick in enumerate(ticks) if tick >= high and i > below)
-    return ticks[below : above + 1 : max(1, (above - below) // 8)]
+    return ticks[below : above + 1 : -(-(above - below) // TICKS_MAX)]
 
 
 def number(value: float) -> str:
