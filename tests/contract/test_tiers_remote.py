@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nixl_kit import NixlRig, Placed, use_nixl
 from sealing_kit import flipped, sealer_of
 from stores_kit import finished
 from stores_rigs import (
@@ -134,6 +135,39 @@ class Peer(Remote):
         self.rig.arena.view(self.rig.dram._units[name].slot)[-1] ^= 1
 
 
+class NixlThere(PeerThere):
+    """The same, read by NIXL into an arena."""
+
+    def __init__(self, rig: NixlRig) -> None:
+        reader, arena, _ = rig.reader(rig.port)
+        super().__init__(rig, reader)
+        self._placed = Placed(reader, arena)
+
+    def read(self, pieces: Sequence[Piece], done: Finish) -> None:
+        self._placed.read(pieces, done)
+
+    def close(self) -> None:
+        moved = self.reader.moved.status()["moved"]
+        assert "tcp" not in moved, moved  # type: ignore[operator]
+        super().close()
+
+
+class Nixl(Peer):
+    def __init__(self, directory: Path) -> None:
+        self._patch = pytest.MonkeyPatch()
+        use_nixl(self._patch, directory)
+        Remote.__init__(self, directory)
+        self.rig = NixlRig(directory, CAPACITY_BYTES, verify=True)
+
+    def open(self) -> Store:
+        assert isinstance(self.rig, NixlRig)
+        return NixlThere(self.rig)
+
+    def close(self) -> None:
+        super().close()
+        self._patch.undo()
+
+
 class Mooncake(Remote):
     tells = False  # sizes only
 
@@ -170,6 +204,7 @@ KITS = (
     pytest.param(S3, marks=pytest.mark.engine),
     pytest.param(SealedS3, marks=pytest.mark.engine),
     pytest.param(Mooncake, marks=pytest.mark.engine),
+    pytest.param(Nixl, marks=pytest.mark.engine),
 )
 
 

@@ -25,7 +25,9 @@ class AgentMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Called by the registry for each scrape."""
         status: dict[str, Any] = self._status()
-        yield from _tiers(status["tiers"])
+        tiers = dict(status["tiers"])
+        yield from _peers(tiers.pop("peer", {}))
+        yield from _tiers(tiers)
         yield from _work(status)
         yield from _rdma(self._ports())
 
@@ -57,6 +59,41 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
         for event, count in tier.get("counts", {}).items()
     }
     yield _counter("store_events", "what its store did and met", ("tier", "event"), counts.items())
+
+
+def _peers(peers: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    """By what each peer is read, and why not by the best."""
+    yield _gauge(
+        "peer_transport_info",
+        "1: it was read this way last",
+        ("peer", "transport"),
+        (((name, str(peer["transport"])), 1) for name, peer in peers.items()),
+    )
+    for field, kind, text in (
+        ("pieces", "moved_values", "values read from it, and right"),
+        ("size_bytes", "moved_bytes", "their bytes"),
+        ("seconds", "read_seconds", "that reads from it took, all of them together"),
+        ("failures", "read_failures", "reads from it that did not come to their end"),
+    ):
+        rows = {
+            (name, transport): way[field]
+            for name, peer in peers.items()
+            for transport, way in peer["moved"].items()
+        }
+        yield _counter(f"peer_{kind}", text, ("peer", "transport"), rows.items())
+    why = {
+        (name, reason): count
+        for name, peer in peers.items()
+        for reason, count in peer["instead"].items()
+    }
+    text = "reads that went over TCP, and why not by NIXL"
+    yield _counter("peer_instead", text, ("peer", "reason"), why.items())
+    events = {
+        (name, event): count
+        for name, peer in peers.items()
+        for event, count in peer["counts"].items()
+    }
+    yield _counter("peer_events", "what was met there", ("peer", "event"), events.items())
 
 
 def _work(status: Mapping[str, Any]) -> Iterator[Metric]:

@@ -24,9 +24,7 @@ class Way(msgspec.Struct):
 class Moved:
     """For several threads."""
 
-    def __init__(self, first: str) -> None:
-        """``first``: what it is before anything was moved."""
-        self.last = first
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ways: dict[str, Way] = {}
         self._instead: Counter[str] = Counter()
@@ -34,7 +32,6 @@ class Moved:
     def arrived(self, transport: str, size_bytes: int) -> None:
         """One value, and it is right."""
         with self._lock:
-            self.last = transport
             way = self._ways.setdefault(transport, Way())
             way.pieces += 1
             way.size_bytes += size_bytes

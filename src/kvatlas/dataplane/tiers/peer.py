@@ -74,6 +74,8 @@ class PeerServer:
     ``send_s``: how long one answer may take; ``idle_s``: how long a connection may be silent.
     """
 
+    plain = "tcp"  # what carries what NIXL does not
+
     def __init__(
         self,
         dram: DramStore,
@@ -88,7 +90,7 @@ class PeerServer:
         nixl: Nixl | None = None,
     ) -> None:
         """Listens from now on. ``lend`` says which of some names may be read, from any thread;
-        without it all that is there may. ``nixl``: of this arena, the caller's to close. Raises
+        without it all that is there may. ``nixl``: of this arena; it is closed with this. Raises
         ConfigError where it cannot."""
         if connections_max < 1 or not 0 < send_s < 86400 or not 0 < idle_s < 86400:
             raise ConfigError("peer: connections_max, send_s and idle_s must be above zero")
@@ -97,6 +99,7 @@ class PeerServer:
         self._dram = dram
         self._token = token
         self._lend = lend or self._there
+        self._nixl = nixl
         self._lender = peer_nixl.Lender(dram, nixl, _label_of, self.counts)
         self._limits = (connections_max, send_s, idle_s)
         self._lock = threading.Lock()
@@ -105,12 +108,21 @@ class PeerServer:
         try:
             self._listener = socket.create_server((host, port), backlog=128)
         except OSError as error:
+            if nixl is not None:
+                nixl.close()
             raise ConfigError(f"peer: cannot listen on {host}:{port}: {error}") from error
         self.address = Address(host, self._listener.getsockname()[1])
         self._accepting = threading.Thread(
             target=self._accept, name="kvatlas-peer-accept", daemon=True
         )
         self._accepting.start()
+
+    @property
+    def nixl(self) -> str:
+        """Whether others may read by NIXL now."""
+        if self._nixl is None:
+            return "off"
+        return "on" if self._nixl.ready() is not None else "starting"
 
     def close(self) -> None:
         """Ends all connections; nothing is held afterwards."""
@@ -126,6 +138,8 @@ class PeerServer:
             link.abort()
         for thread in (self._accepting, *links.values()):
             thread.join(self._limits[1] + 1)
+        if self._nixl is not None:
+            self._nixl.close()
 
     def _accept(self) -> None:
         while not self._closed:
@@ -270,17 +284,18 @@ class PeerStore:
     """See `base.Store`, reading only. ``lost`` is told when the peer began a new life."""
 
     tier = Tier.PEER
-    plain = "tcp"
+    plain = "tcp"  # what carries what NIXL does not
 
     def __init__(
         self,
         settings: Settings,
         lost: Callable[[str], None] | None = None,
-        nixl: peer_nixl.Reader | None = None,
+        nixl: peer_nixl.Reader | str = "not_wanted",
     ) -> None:
-        """``nixl``: of this peer alone, and closed with the store."""
+        """``nixl``: of this peer alone, and closed with the store; or why there is none."""
         self.settings = settings
-        self.moved = Moved(self.plain)
+        self.transport = self.plain  # of what was read last
+        self.moved = Moved()
         self._nixl = nixl
         self._address = Address(settings.host, settings.port)
         self._runs = Runs[Stream](
@@ -294,15 +309,10 @@ class PeerStore:
         )
         self._life = Life(self._runs.counts, lost)
 
-    @property
-    def transport(self) -> str:
-        """Of what was read last."""
-        return self.moved.last
-
     def told(self) -> dict[str, object]:
         """For the status: what went which way, and why not by NIXL."""
-        nixl = None if self._nixl is None else self._nixl.status()
-        return {**self.moved.status(), "nixl": nixl}
+        nixl = self._nixl if isinstance(self._nixl, str) else self._nixl.status()
+        return self.moved.status() | {"nixl": nixl}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -346,7 +356,7 @@ class PeerStore:
     def close(self) -> None:
         """See `base.Store`."""
         self._runs.close()
-        if self._nixl is not None:
+        if not isinstance(self._nixl, str):
             self._nixl.close()
 
     def _greet(self, link: Stream) -> None:
@@ -368,7 +378,7 @@ class PeerStore:
 
     def _read(self, link: Stream, outcome: Outcome) -> None:
         broken: list[bytes] = []
-        if self._nixl is not None:
+        if not isinstance(self._nixl, str):
             broken += self._nixl.borrow(link, outcome, self.moved, self._judge)
         if outcome.open:
             ask(link, Request([piece.name for piece in outcome.open]))
@@ -417,6 +427,7 @@ class PeerStore:
                 continue
             verdict = framing.judge(label, piece, label.size_bytes, found)
             if flag == SAME[0] and verdict is Verdict.RIGHT:
+                self.transport = transport
                 self.moved.arrived(transport, piece.view.nbytes)
                 outcome.arrive()
                 continue

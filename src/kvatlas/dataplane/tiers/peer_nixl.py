@@ -91,11 +91,11 @@ class Lender:
     def serve(self, link: Stream, request: Request) -> None:
         """One loan, from its question to its end. Raises OSError."""
         loan, units = self._loan(request.names, request.loan or b"")
+        link.until = time.monotonic() + LOAN_S
         try:
             tell(link, _encode(loan))
             if not units:
                 return
-            link.until = time.monotonic() + LOAN_S
             over = exactly(link, 1) == _OVER
             arena = self._dram.arena
             same = [unit is not None and arena.current(unit.slot) for unit in units]
