@@ -91,8 +91,8 @@ def test_a_page_has_this_structure() -> None:
         "html 1 head 1 meta 4 style 1 body 1 main 1 h1 1 p 1 section 1 h2 1 p 1 ul 1 li 2 span 1 "
         "pre 1 div 6 table 1 caption 1 thead 1 tr 1 th 2 tbody 1 tr 1 td 2 span 1 "
         "details 1 summary 1 p 1 "
-        "figure 1 figcaption 1 span 1 div 1 span 1 svg 2 polygon 1 polyline 1 circle 2 "
-        "figure 1 figcaption 1 span 1 div 1 span 1 svg 2 polygon 1 polyline 1 "
+        "figure 1 figcaption 1 span 1 svg 1 polygon 1 polyline 1 circle 2 "
+        "figure 1 figcaption 1 span 1 svg 1 polygon 1 polyline 1 "
         "figure 1 figcaption 1 span 1 div 1 span 1 svg 1 rect 1 span 1 svg 1 rect 1 svg 1 rect 1"
     )
     assert tree.words[:3] == ["Bench", "Bench", "two rounds"]
