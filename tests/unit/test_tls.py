@@ -126,6 +126,18 @@ async def test_a_plain_client_is_told_to_speak_tls(authority: Authority, stand: 
     assert server.door.counts == {"plain": 1}
 
 
+async def test_where_tls_is_on_nothing_is_asked_in_the_clear(
+    authority: Authority, stand: Stand
+) -> None:
+    server = await stand.server(None)
+    trust = authority.trust("gateway")
+    with pytest.raises(EngineError, match=r"not in the clear where \[tls\] is on"):
+        await stand.ask(server, to_agents(trust), scheme="http")
+    assert await stand.ask(server, to_engines(trust), scheme="http")  # of this machine
+    assert not to_engines(trust).plain("10.0.0.1")
+    assert to_engines(authority.trust("gateway", plain_engines=True)).plain("10.0.0.1")
+
+
 async def test_a_server_without_tls_is_not_spoken_to(authority: Authority, stand: Stand) -> None:
     server = await stand.server(None)
     with pytest.raises(EngineError, match=r"(?i)wrong.version|record layer|packet length"):
@@ -139,7 +151,7 @@ async def test_nothing_older_than_tls_1_3_comes_in(
     old = authority.asking("gateway")
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises(EngineError, match="ended the TLS handshake; its log says why"):
-        await stand.ask(server, Outgoing(lambda: old, lambda der: None))
+        await stand.ask(server, Outgoing(lambda: old, lambda der: None, lambda host: False))
     assert "refused: unsupported protocol" in caplog.text
 
 

@@ -25,6 +25,7 @@ from kvatlas.errors import EngineError
 from kvatlas.service.agent_front import DESCRIPTION, AgentDescription
 from kvatlas.service.engines import Timing
 from kvatlas.service.feed import Feed
+from kvatlas.service.feed_socket import CURVE_HEADER, CURVE_KEY_CHARS, Curve
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.probe import ANSWER_BYTES_MAX, source_of
 
@@ -57,8 +58,12 @@ class Agents:
         tell: Callable[[Input], None],
         ranks: Callable[[str], Sequence[Publisher]],
         timing: Timing,
+        curve: Curve | None = None,
     ) -> None:
-        """``tell`` is the dispatcher; ``ranks`` says of which ranks a worker is made up now."""
+        """``tell`` is the dispatcher; ``ranks`` says of which ranks a worker is made up now.
+        ``curve``: of ``feed``, told to each agent; what one then announces in the clear is not
+        listened to."""
+        self._curve = curve
         self.nodes: dict[str, Node] = {}
         self._feed = feed
         self._client = client
@@ -134,7 +139,8 @@ class Agents:
         before, node.told = node.told, told
         node.asked_s, node.told_s = asked_s, loop.time()
         source = source_of(node.config.url, told.events, told.replay)
-        source = msgspec.structs.replace(source, bind=False)  # it is the agent that binds
+        # It is the agent that binds.
+        source = msgspec.structs.replace(source, bind=False, curve_key=told.curve_key)
         if before is not None and before.life != told.life:
             node.restarts += 1
             self._feed.restarted(node.publisher, "its process started anew")
@@ -145,15 +151,21 @@ class Agents:
 
     async def _ask(self, base: str) -> AgentDescription:
         url = base + DESCRIPTION
+        curve = self._curve
+        headers = [(CURVE_HEADER.encode(), curve.public.encode())] if curve is not None else []
         answer = await self._client.request(
-            "GET", url, timeout_s=self._timing.timeout_s, size_max=ANSWER_BYTES_MAX
+            "GET", url, headers=headers, timeout_s=self._timing.timeout_s, size_max=ANSWER_BYTES_MAX
         )
         if answer.status != 200:
-            raise EngineError(f"{url}: status {answer.status}: no agent's page")
+            said = answer.body[:200].decode("utf-8", "replace")
+            raise EngineError(f"{url}: status {answer.status}: no agent's page: {said}")
         try:
-            return msgspec.json.decode(answer.body, type=AgentDescription)
+            told = msgspec.json.decode(answer.body, type=AgentDescription)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise EngineError(f"{url}: not what an agent says of itself: {error}") from error
+        if curve is not None and len(told.curve_key) != CURVE_KEY_CHARS:
+            raise EngineError(f"{url}: it announces in the clear: start it with [tls], too")
+        return told
 
     def _failed(self, node: Node, error: str) -> None:
         node.error = error

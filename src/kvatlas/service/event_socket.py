@@ -14,7 +14,10 @@ from collections.abc import Sequence
 import zmq
 import zmq.asyncio
 
+from kvatlas.service.feed_socket import Curve
+
 HWM = 100_000  # vLLM's default: batches queued for a slow subscriber before new ones are dropped
+ZAP_DOMAIN = "kvatlas"  # whom the listeners of encrypted sockets are known to
 END_OF_REPLAY = b"\xff" * 8
 
 
@@ -36,7 +39,9 @@ class EventSocket:
         *,
         topic: str = "",
         buffer_steps: int | None = None,
+        curve: Curve | None = None,
     ) -> None:
+        """``curve``: who listens must know its public key, and be let in by the context's ZAP."""
         self.topic = topic
         self._topic = topic.encode()
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
@@ -47,6 +52,9 @@ class EventSocket:
         try:
             self._pub.set_hwm(HWM)
             self._router.set_hwm(HWM)
+            if curve is not None:
+                _encrypt(self._pub, curve)
+                _encrypt(self._router, curve)
             self.endpoint = _bind(self._pub, host, port)
             self.replay_endpoint = _bind(self._router, host, replay_port)
         except zmq.ZMQError:
@@ -103,6 +111,12 @@ class EventSocket:
                     reply = [client, b"", self._topic, seq.to_bytes(8, "big"), payload]
                     await self._router.send_multipart(reply)
             await self._router.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
+
+
+def _encrypt(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, curve: Curve) -> None:
+    socket.set(zmq.CURVE_SERVER, 1)
+    socket.set(zmq.CURVE_SECRETKEY, curve.secret.encode())
+    socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
 
 
 def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, host: str, port: int) -> str:

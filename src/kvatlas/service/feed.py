@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import struct
 from collections import deque
@@ -26,6 +25,7 @@ from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Eve
 from kvatlas.core.records import Publisher
 from kvatlas.core.sequence import Apply, Effect, Replay, Reset, Sequencer
 from kvatlas.service import wire
+from kvatlas.service.feed_socket import Curve, attach, tune
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +46,14 @@ class Source(msgspec.Struct, frozen=True):
     ``bind`` True: the engine connects to us at ``endpoint``; False: we connect to it. None: bind
     if that address is ours and free, else connect (a vLLM engine connects to every concrete TCP
     address in its configuration, but reports one that it bound by itself in the same way).
+    ``curve_key``: by which its sender is known, and what it sends is encrypted; "": in the clear.
     """
 
     endpoint: str
     replay: str = ""
     bind: bool | None = False
     topic: str = ""
+    curve_key: str = ""
 
 
 class Claims(Protocol):
@@ -93,7 +95,10 @@ class Feed:
         *,
         limits: sequence.Limits = sequence.LIMITS,
         slice_s: float = SLICE_S,
+        curve: Curve | None = None,
     ) -> None:
+        """``curve``: by which senders know us."""
+        self.curve = curve
         self._claims = claims
         self._limits = limits
         self._slice_s = slice_s
@@ -234,12 +239,12 @@ class _Stream:
         sub = self._feed._context.socket(zmq.SUB)
         monitor = sub.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
         try:
-            _tune(sub, _LIVE_QUEUE_MAX)
+            tune(sub, _LIVE_QUEUE_MAX, self._feed.curve, source.curve_key)
             sub.set(zmq.RECONNECT_IVL, 200)
             sub.set(zmq.RECONNECT_IVL_MAX, 2000)
             sub.subscribe(source.topic.encode())
             monitor = sub.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
-            self.status.bound = _attach(sub, source)
+            self.status.bound = attach(sub, source.endpoint, source.bind)
         except (zmq.ZMQError, ValueError) as error:
             sub.disable_monitor()
             monitor.close(0)
@@ -294,11 +299,12 @@ class _Stream:
 
     def _open_dealer(self, replay: Replay) -> None:
         self._close_dealer()
+        source = self.status.source
         dealer = self._feed._context.socket(zmq.DEALER)
         self._token = replay.token
         try:
-            _tune(dealer, _REPLAY_QUEUE_MAX)
-            dealer.connect(self.status.source.replay)
+            tune(dealer, _REPLAY_QUEUE_MAX, self._feed.curve, source.curve_key)
+            dealer.connect(source.replay)
             dealer.send_multipart([b"", struct.pack(">Q", replay.from_seq)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             dealer.close(0)
@@ -470,28 +476,6 @@ class _Stream:
         status.stream = self._sequencer.counters
         status.reasons = self._decoder.reasons
         return status
-
-
-def _tune(socket: zmq.Socket[bytes], queue_max: int) -> None:
-    socket.set(zmq.LINGER, 0)
-    socket.set(zmq.RCVHWM, queue_max)
-    socket.set(zmq.MAXMSGSIZE, wire.PAYLOAD_BYTES_MAX)
-    socket.set(zmq.IPV6, 1)
-    socket.set(zmq.HEARTBEAT_IVL, 5_000)  # a host that vanished says no goodbye
-    socket.set(zmq.HEARTBEAT_TIMEOUT, 15_000)
-
-
-def _attach(sub: zmq.Socket[bytes], source: Source) -> bool:
-    """Bind or connect; returns True when bound. Raises ZMQError."""
-    if source.bind is not False:
-        try:
-            sub.bind(source.endpoint)
-            return True
-        except zmq.ZMQError as error:
-            if source.bind or error.errno not in (zmq.EADDRINUSE, zmq.EADDRNOTAVAIL, errno.ENODEV):
-                raise
-    sub.connect(source.endpoint)
-    return False
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:

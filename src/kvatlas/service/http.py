@@ -90,7 +90,8 @@ class Limits(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct):
     """A whole request. Header names are in lower case; ``target`` is path and query as sent.
     ``arrived_s``: when its head was there, on `time.perf_counter`. ``who``: whom the certificate of
-    its connection names; ``address``: where it came from."""
+    its connection names; ``proved``: there is one, of whatever authority; ``address``: where it
+    came from."""
 
     method: str
     target: str
@@ -100,6 +101,7 @@ class Request(msgspec.Struct):
     http_1_0: bool = False
     arrived_s: float = 0.0
     who: Identity | None = None
+    proved: bool = False
     address: str = ""
 
     @property

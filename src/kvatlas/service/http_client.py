@@ -223,6 +223,9 @@ class HttpClient:
 
     async def _connect(self, origin: Origin, timeout_s: float) -> ClientConnection:
         loop = asyncio.get_running_loop()
+        out = self._outgoing
+        if out is not None and not origin.secure and not out.plain(origin.host):
+            raise ConnectError(f"{origin.authority}: not in the clear where [tls] is on: https")
         try:
             async with asyncio.timeout(timeout_s):
                 if origin.secure:

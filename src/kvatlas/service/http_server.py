@@ -162,6 +162,7 @@ class _Connection(asyncio.Protocol):
         self._write_deadline = math.inf
         self._resumed: asyncio.Future[None] | None = None
         self._who: Identity | None = None
+        self._proved = False
         self._address = ""
 
     # for Reply and HttpServer
@@ -245,7 +246,7 @@ class _Connection(asyncio.Protocol):
         self._read_deadline = self._loop.time() + limits.head_timeout_s
         if self.server.trust is not None:
             try:
-                self._who = peer_of(transport, self.server.trust)
+                self._proved, self._who = peer_of(transport, self.server.trust)
             except WrongPart as error:
                 self._refuse(_Refusal(403, str(error), "certificate_refused"))
                 return
@@ -387,6 +388,7 @@ class _Connection(asyncio.Protocol):
                 http_1_0=self._parser.get_http_version() == "1.0",
                 arrived_s=self._arrived_s,
                 who=self._who,
+                proved=self._proved,
                 address=self._address,
             )
         )

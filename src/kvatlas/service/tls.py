@@ -10,17 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from kvatlas.config_tls import is_local
 from kvatlas.dataplane.tls import (
     Identity,
     Trust,
@@ -33,6 +33,8 @@ from kvatlas.service.http import envelope
 
 log = logging.getLogger(__name__)
 
+#: Where commands find the authority to believe, and a certificate and key of their own.
+ENVIRONMENT = ("KVATLAS_CA", "KVATLAS_CERT", "KVATLAS_KEY")
 _HANDSHAKE = 0x16  # the first byte of every TLS connection
 _ACCEPT_AGAIN_S = 0.1
 _LOG_S = 10.0  # between two words on refused connections
@@ -205,39 +207,50 @@ async def _peek(sock: socket.socket) -> int:
     return data[0] if data else -1
 
 
-def peer_of(transport: asyncio.BaseTransport, trust: Trust) -> Identity | None:
-    """Who is at the other end of a connection that came in. Raises WrongPart."""
+def peer_of(transport: asyncio.BaseTransport, trust: Trust) -> tuple[bool, Identity | None]:
+    """Whether the other end of a connection that came in has a certificate, and whom it names.
+    Raises WrongPart."""
     session = transport.get_extra_info("ssl_object")
-    return trust.who(session.getpeercert(True)) if session is not None else None
+    der = session.getpeercert(True) if session is not None else None
+    return der is not None, trust.who(der)
 
 
 class Outgoing(msgspec.Struct, frozen=True):
     """How connections to one kind of part are made: ``context`` is asked for each; ``check`` gets
-    the certificate of the other end, and raises WrongPart."""
+    the certificate of the other end, and raises WrongPart. ``plain``: to where http may be spoken
+    all the same."""
 
     context: Callable[[], ssl.SSLContext]
     check: Callable[[bytes | None], None]
+    plain: Callable[[str], bool]
 
 
 def to_agents(trust: Trust) -> Outgoing:
     """From a gateway."""
-    return Outgoing(lambda: trust.client, lambda der: check(der, ("agent",)))
+    return Outgoing(lambda: trust.client, lambda der: check(der, ("agent",)), lambda host: False)
 
 
 def to_engines(trust: Trust) -> Outgoing:
     """From a gateway: an engine has a certificate of the cluster, or none of it and one of
     ``tls.engines_ca``."""
     foreign = bool(trust.config.engines_ca)
-    return Outgoing(lambda: trust.engines, lambda der: check(der, ("engine",), foreign=foreign))
+    anywhere = trust.config.plain_engines
+    return Outgoing(
+        lambda: trust.engines,
+        lambda der: check(der, ("engine",), foreign=foreign),
+        lambda host: anywhere or is_local(f"//{host}"),
+    )
 
 
 def from_outside(
     ca: str = "", cert: str = "", key: str = "", parts: tuple[str, ...] = ("gateway", "engine")
 ) -> Outgoing:
-    """From a command or a tool to one of ``parts``, or to what is no part of a cluster. Raises
-    ConfigError for files that cannot be used."""
+    """From a command or a tool to one of ``parts``, or to what is no part of a cluster. Without
+    files by those that `ENVIRONMENT` names. Raises ConfigError for files that cannot be used."""
+    if not ca and not cert:
+        ca, cert, key = (os.environ.get(name, "") for name in ENVIRONMENT)
     context = asking(ca, cert, key)
-    return Outgoing(lambda: context, lambda der: check(der, parts, foreign=True))
+    return Outgoing(lambda: context, lambda der: check(der, parts, foreign=True), lambda host: True)
 
 
 def check_session(transport: asyncio.BaseTransport, outgoing: Outgoing) -> None:
@@ -246,34 +259,3 @@ def check_session(transport: asyncio.BaseTransport, outgoing: Outgoing) -> None:
     if session is None:
         raise WrongPart("there is no TLS on this connection")
     outgoing.check(session.getpeercert(True))
-
-
-class TlsMetrics(Collector):
-    """``prefix``: of the part's metrics; ``counts``: of its `Door`."""
-
-    def __init__(self, prefix: str, trust: Trust, counts: Callable[[], Counter[str]]) -> None:
-        self._prefix = prefix
-        self._trust = trust
-        self._counts = counts
-
-    def collect(self) -> Iterable[Metric]:
-        """Called by the registry for each scrape."""
-        life = self._trust.life
-        name = self._prefix
-        left = GaugeMetricFamily(f"{name}_tls_ends_seconds", "when our certificate ends, Unix time")
-        left.add_metric((), life.ends_s)
-        yield left
-        text = "connections by what became of them"
-        came = CounterMetricFamily(f"{name}_tls_connections", text, labels=("outcome",))
-        for outcome, count in sorted(self._counts().items()):
-            came.add_metric((outcome,), count)
-        yield came
-        text = "certificates read again"
-        read = CounterMetricFamily(f"{name}_tls_reloads", text, labels=("outcome",))
-        for outcome in ("reloaded", "reload_failed"):
-            read.add_metric((outcome,), self._trust.counts[outcome])
-        yield read
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing is read when it is registered."""
-        return ()
