@@ -199,11 +199,25 @@ class SealedS3(S3):
         self.rig.stored(name, flipped(self.rig.stored(name)))
 
 
+class SealedMooncake(Mooncake):
+    rig: MooncakeRig
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.rig.sealer = sealer_of(directory / "keys")
+
+    def damage(self, store: Any, name: bytes) -> None:
+        found = self.rig.stored(name)
+        store.delete([name])
+        self.rig.stored(name, flipped(found))
+
+
 KITS = (
     *(Valkey, SealedValkey, Peer),
     pytest.param(S3, marks=pytest.mark.engine),
     pytest.param(SealedS3, marks=pytest.mark.engine),
     pytest.param(Mooncake, marks=pytest.mark.engine),
+    pytest.param(SealedMooncake, marks=pytest.mark.engine),
     pytest.param(Nixl, marks=pytest.mark.engine),
 )
 

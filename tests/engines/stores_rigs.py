@@ -129,14 +129,20 @@ store = MooncakeDistributedStore()
 code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
 print("setup", code, flush=True)
 for line in sys.stdin if code == 0 else ():
-    key, path = line.split()
-    print("put", store.put(key, open(path, "rb").read()), flush=True)
+    what, key, path = line.split()
+    if what == "put":
+        print("put", store.put(key, open(path, "rb").read()), flush=True)
+    else:
+        open(path, "wb").write(store.get(key))
+        print("get 0", flush=True)
 os._exit(0)
 """
 
 
 class MooncakeRig:
     """A master and a process that gives memory; stores of ours are clients only."""
+
+    sealer: Sealer | None = None
 
     def __init__(self, directory: Path, segment_bytes: int = 64 << 20) -> None:
         self._directory = directory
@@ -174,17 +180,29 @@ class MooncakeRig:
             deadline_s=deadline_s,
         )
         told = (lost if lost is not None else []).append
-        return mooncake.MooncakeStore(settings, self.arena, told)
+        return mooncake.MooncakeStore(settings, self.arena, told, self.sealer)
 
     def put(self, name: bytes, value: bytes, stored: bytes | None = None) -> None:
         head = framing.pack(Piece(name, memoryview(value))) or b""
         path = self._directory / "value"
         path.write_bytes(head + (value if stored is None else stored))
-        before = _text(self._log).count("put 0")
+        self._tell("put", name, path)
+
+    def stored(self, name: bytes, data: bytes | None = None) -> bytes:
+        """As `ValkeyRig.stored`; ``data`` comes only where nothing is, as Mooncake has it."""
+        path = self._directory / "value"
+        if data is not None:
+            path.write_bytes(data)
+            self._tell("put", name, path)
+        self._tell("get", name, path)
+        return path.read_bytes()
+
+    def _tell(self, what: str, name: bytes, path: Path) -> None:
+        before = _text(self._log).count(f"{what} 0")
         assert self.segment.stdin is not None
-        self.segment.stdin.write(f"kvatlas:v:{name.hex()} {path}\n".encode())
+        self.segment.stdin.write(f"{what} kvatlas:v:{name.hex()} {path}\n".encode())
         self.segment.stdin.flush()
-        wait_until(lambda: _text(self._log).count("put 0") > before)
+        wait_until(lambda: _text(self._log).count(f"{what} 0") > before)
 
     def kill(self) -> None:
         for process in (self.segment, self.master.process):

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,7 @@ from stores_kit import wait_until
 from stores_rigs import ValkeyRig
 
 from kvatlas.dataplane import keystore
+from kvatlas.dataplane.arena import Arena
 from kvatlas.dataplane.codec import Codec
 from kvatlas.dataplane.keystore import FileKeys
 from kvatlas.dataplane.records import Label, SealedLabel, checksum_bytes, pack, unpack
@@ -28,7 +29,6 @@ from kvatlas.dataplane.tiers.base import Piece, Report, Store, checksum_of
 from kvatlas.dataplane.tiers.disk import DiskStore
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES
 from kvatlas.dataplane.tiers.opening import open_object
-from kvatlas.errors import ConfigError
 
 SIZE = 20_000
 TENANT, OTHER = "a" * 24, "b" * 24
@@ -384,10 +384,16 @@ def test_a_value_of_many_chunks_is_mended_by_whoever_writes_next(
     rig.close()
 
 
-def test_stores_that_cannot_be_sealed_are_refused(tmp_path: Path, sealer: Sealer) -> None:
-    lost: Callable[[str], None] = print
-    with pytest.raises(ConfigError, match="--seal-keys"):
-        open_object("mooncake://127.0.0.1:1", None, lost, sealer)  # type: ignore[arg-type]
+def test_stores_are_opened_sealed(tmp_path: Path, sealer: Sealer) -> None:
+    place = Valkey(tmp_path)
+    arena = Arena.create(1 << 20, directory=None)
+    made = open_object(f"valkey://127.0.0.1:{place.rig.port}", arena, print, sealer)
+    assert run(made.write, value(b"name")) == Report()
+    place.store = made  # type: ignore[assignment]
+    assert label_of(place, b"name").tenant == TENANT
+    made.close()
+    arena.close()
+    place.close()
 
 
 # -- a disk over its restarts ---------------------------------------------------------------------

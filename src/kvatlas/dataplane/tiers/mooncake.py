@@ -25,11 +25,14 @@ import msgspec
 
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.arena import Arena
+from kvatlas.dataplane.codec import Codec
+from kvatlas.dataplane.keystore import KeyMissing
 from kvatlas.dataplane.records import checksum_bytes, checksum_int
+from kvatlas.dataplane.sealing import Sealer
 from kvatlas.dataplane.tiers import framing, mooncake_wire
 from kvatlas.dataplane.tiers.base import Counts, Entry, Finish, Life, Piece, asked, let_go
 from kvatlas.dataplane.tiers.child import Child, Kind
-from kvatlas.dataplane.tiers.framing import HEADER_BYTES
+from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.dataplane.tiers.mooncake_wire import (
     GROUP,
     Answer,
@@ -44,6 +47,7 @@ from kvatlas.dataplane.tiers.work import Batch, Task, Why, Workers
 from kvatlas.errors import ConfigError, StoreError
 
 KEYS_BYTES_MAX = 256 << 20
+SEALED_BYTES = 32 << 20  # per thread, of a value that is sealed on its way; more is refused
 VERBS = "libibverbs.so.1"
 
 
@@ -94,7 +98,11 @@ class MooncakeStore:
     tier = Tier.OBJECT
 
     def __init__(
-        self, settings: Settings, arena: Arena, lost: Callable[[str], None] | None = None
+        self,
+        settings: Settings,
+        arena: Arena,
+        lost: Callable[[str], None] | None = None,
+        sealer: Sealer | None = None,
     ) -> None:
         """Connects in the background. Raises ConfigError where Mooncake is not installed."""
         if why := missing():
@@ -104,7 +112,9 @@ class MooncakeStore:
         self._counts = Counts()
         self._begin = _address_of(arena.memory)
         self._end = self._begin + arena.size_bytes
-        self._bounce = _Bounce(settings.threads, settings.bounce_bytes)
+        self._sealer = sealer
+        bounce_bytes = max(settings.bounce_bytes, SEALED_BYTES if sealer is not None else 0)
+        self._bounce = _Bounce(settings.threads, bounce_bytes)
         self._process = _Process(settings, arena, self._bounce, self._counts, lost)
         self._workers = Workers(
             "kvatlas-mooncake",
@@ -216,11 +226,17 @@ class MooncakeStore:
                 if piece not in fit:
                     batch.settle(piece, Why.INVALID)
             places = [(piece, self._offset(piece)) for piece in fit]
+            if what == "write" and self._sealer is not None:
+                places = [(piece, None) for piece in fit]
             inside = [(piece, at) for piece, at in places if at is not None]
             if inside:
-                items = tuple(_item(piece, at) for piece, at in inside)
+                items = tuple(self._item(piece, at) for piece, at in inside)
                 ends = self._process.ask(what, items, batch.until)
-                self._ended(batch, [piece for piece, _ in inside], ends)
+                if self._sealer is not None and ends is not None:
+                    for n, (piece, _) in enumerate(inside):
+                        batch.settle(piece, self._open(batch, piece, items[n], ends[n]))
+                else:
+                    self._ended(batch, [piece for piece, _ in inside], ends)
             outside = [piece for piece, at in places if at is None]
             self._by_bounce(what, batch, outside)
 
@@ -239,14 +255,73 @@ class MooncakeStore:
             if not placed:
                 batch.settle(waiting.pop(0), Why.INVALID)  # too large for that
                 continue
-            for piece, at in placed if what == "write" else ():
-                view[at : at + piece.view.nbytes] = piece.view
-            items = tuple(_item(piece, base + at, bounced=True) for piece, at in placed)
-            ends = self._process.ask(what, items, batch.until)
+            labels = [b""] * len(placed)
+            if what == "write":
+                placed, labels = self._put(batch, view, placed)
+            items = tuple(
+                self._item(piece, base + at, bounced=True, label=label)
+                for (piece, at), label in zip(placed, labels, strict=True)
+            )
+            ends = self._process.ask(what, items, batch.until) if items else ()
             for n, (piece, at) in enumerate(placed if what == "read" and ends else ()):
-                if ends and not ends[n].why:
-                    piece.view[:] = view[at : at + piece.view.nbytes]
-            self._ended(batch, [piece for piece, _ in placed], ends)
+                stored = view[at : at + piece.view.nbytes]
+                if ends and self._sealer is not None:
+                    batch.settle(piece, self._open(batch, piece, items[n], ends[n], stored))
+                elif ends and not ends[n].why:
+                    piece.view[:] = stored
+            if what == "write" or self._sealer is None or ends is None:
+                self._ended(batch, [piece for piece, _ in placed], ends)
+
+    def _put(
+        self, batch: Batch, view: memoryview, placed: list[tuple[Piece, int]]
+    ) -> tuple[list[tuple[Piece, int]], list[bytes]]:
+        """Into the bounce memory, sealed where that is wanted; what is there, and its labels."""
+        there: list[tuple[Piece, int]] = []
+        labels: list[bytes] = []
+        for piece, at in placed:
+            room = view[at : at + piece.view.nbytes]
+            label = b""
+            if self._sealer is None:
+                room[:] = piece.view
+            else:
+                try:
+                    made = framing.coded(piece, Codec.RAW, self._sealer, room)
+                except KeyMissing:
+                    batch.settle(piece, Why.NO_KEY)
+                    continue
+                if made is None:  # its bytes were wrong before they came here
+                    batch.settle(piece, Why.DAMAGED)
+                    continue
+                label = made[0]
+            there.append((piece, at))
+            labels.append(label)
+        return there, labels
+
+    def _open(
+        self, batch: Batch, piece: Piece, item: Item, end: End, stored: memoryview | None = None
+    ) -> Why | None:
+        """What a sealed value turned out to be; in place, or from ``stored``. One that was removed
+        while it was read is gone, not damaged: looked at once more."""
+        for again in (False, True):
+            if end.why:
+                return Why(end.why)
+            label = framing.unpack(end.label)
+            verdict = framing.judge(
+                label, piece, piece.view.nbytes, stored=stored, sealer=self._sealer
+            )
+            if verdict is not Verdict.BROKEN or again:
+                break
+            ends = self._process.ask("read", (item,), batch.until)
+            if ends is None:
+                return Why.IO
+            (end,) = ends
+        verdict.count(self._counts)
+        if verdict.goes:
+            self._process.ask("delete", (Item(piece.name),), batch.until)
+        if verdict.missing:
+            return Why.MISSING
+        wrong = Why.DAMAGED if verdict is Verdict.BROKEN else Why.FOREIGN
+        return None if verdict is Verdict.RIGHT else wrong
 
     def _ended(self, batch: Batch, group: Sequence[Piece], ends: Sequence[End] | None) -> None:
         for piece, end in zip(group, ends or (), strict=False):
@@ -254,6 +329,22 @@ class MooncakeStore:
                 piece.checksum, piece.index = checksum_int(end.checksum), end.index
                 piece.tenant, piece.fingerprint = end.tenant, end.fingerprint
         self._settle(batch, group, ends)
+
+    def _item(
+        self, piece: Piece, offset: int, *, bounced: bool = False, label: bytes = b""
+    ) -> Item:
+        return Item(
+            piece.name,
+            offset,
+            piece.view.nbytes,
+            bounced,
+            checksum_bytes(piece.checksum),
+            piece.index,
+            piece.tenant,
+            piece.fingerprint,
+            self._sealer is not None,
+            label,
+        )
 
     def _offset(self, piece: Piece) -> int | None:
         """Where in the arena its view lies, if it does."""
@@ -374,19 +465,6 @@ def _client(one: Settings, arena: int, bounce: int, bounce_bytes: int, end: int)
         one.buffer_bytes,
         one.threads,
         one.prefix,
-    )
-
-
-def _item(piece: Piece, offset: int, *, bounced: bool = False) -> Item:
-    return Item(
-        piece.name,
-        offset,
-        piece.view.nbytes,
-        bounced,
-        checksum_bytes(piece.checksum),
-        piece.index,
-        piece.tenant,
-        piece.fingerprint,
     )
 
 

@@ -125,7 +125,7 @@ class Served:
 
     def _write(self, items: Items, counts: Counter[str]) -> list[End]:
         ends = [End(Why.DAMAGED)] * len(items)
-        headers = [framing.pack(self._piece(item)) for item in items]
+        headers = [item.label or framing.pack(self._piece(item)) for item in items]
         right = [n for n, header in enumerate(headers) if header is not None]
         heads = self._heads()
         for turn in _apart(items, right):
@@ -179,6 +179,8 @@ class Served:
             counts[f"code_{code}"] += 1
             self._look()
             return End(Why.IO)
+        if item.sealed:
+            return End(label=bytes(header))
         piece = self._piece(item)
         verdict = framing.judge(framing.unpack(header), piece, item.size_bytes)
         if verdict is not Verdict.RIGHT:

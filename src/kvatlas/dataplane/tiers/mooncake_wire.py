@@ -33,7 +33,8 @@ class Client(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
-    """A piece: ``offset`` into the arena, or where ``bounced`` into the other memory."""
+    """A piece: ``offset`` into the arena, or where ``bounced`` into the other memory. ``sealed``:
+    its label is the store's to make (``label``) and to judge; no key ever comes here."""
 
     name: bytes
     offset: int = 0
@@ -43,6 +44,8 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     index: int = 0
     tenant: str = ""
     fingerprint: bytes = b""
+    sealed: bool = False
+    label: bytes = b""
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
@@ -54,8 +57,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):
-    """``why`` as in `work.Why`, "" where it arrived; of a read what the label says, and of a size
-    that."""
+    """``why`` as in `work.Why`, "" where it arrived; of a read what the label says, or the
+    ``label`` as it is, and of a size that."""
 
     why: str = ""
     checksum: bytes = b""
@@ -63,6 +66,7 @@ class End(msgspec.Struct, frozen=True, array_like=True):
     tenant: str = ""
     fingerprint: bytes = b""
     size_bytes: int = -1
+    label: bytes = b""
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):

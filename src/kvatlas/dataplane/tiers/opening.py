@@ -51,12 +51,11 @@ def open_object(
         case "valkey":
             return valkey.ValkeyStore(_valkey(parts, port, given), lost, sealer)
         case "mooncake":
-            if sealer is not None:
-                raise ConfigError("--seal-keys: not with mooncake:// yet: use valkey:// or s3://")
             given["master"] = f"{parts.hostname or ''}:{port}"
             if not parts.hostname or not port:
                 raise ConfigError(f"--object {url!r}: mooncake://HOST:PORT is that of the master")
-            return mooncake.MooncakeStore(_settings(mooncake.Settings, given), arena, lost)
+            settings = _settings(mooncake.Settings, given)
+            return mooncake.MooncakeStore(settings, arena, lost, sealer)
         case "s3":
             return s3.S3Store(_settings(s3.Settings, given | {"bucket": parts.netloc}), sealer)
     kinds = ", ".join(f"{kind}://" for kind in KINDS)
