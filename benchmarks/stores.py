@@ -3,9 +3,10 @@
 Values of 1 MiB and of V4 Flash's body (985,664 bytes per 256 tokens), 32 at a time, in alternating
 rounds. Our side verifies every byte by checksum, the other side does not. Valkey: a raw socket that
 reads into one buffer, and valkey-py. Peer: a bare socket between two processes, one stream that
-fills the same places. Mooncake: its own client, from as many threads and in one batch, and once
-more from a thread that gives way while it waits, as ours do. S3: obstore alone against the same
-server (moto, Python, slow: it shows what we add, not what S3 can do).
+fills the same places; by NIXL (UCX reads from the other process's memory) NIXL alone, too, and a
+memcpy out of the other's mapped arena. Mooncake: its own client, from as many threads and in one
+batch, and once more from a thread that gives way while it waits, as ours do. S3: obstore alone
+against the same server (moto, Python, slow: it shows what we add, not what S3 can do).
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from rich.table import Table
 from benchmarks.dataplane import finished
 from benchmarks.peers import ROOT
 from kvatlas.dataplane.arena import Arena
-from kvatlas.dataplane.tiers import mooncake, mooncake_client, peer, valkey
+from kvatlas.dataplane.tiers import mooncake, mooncake_client, nixl, peer, peer_nixl, valkey
 from kvatlas.dataplane.tiers.base import Piece, Store
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES
 
 sys.path.insert(0, str(ROOT / "tests" / "engines"))
+from nixl_kit import nixl_packages
 from stores_kit import start_valkey
 from stores_rigs import MooncakeRig, S3Rig, mooncake_package, s3_packages
 
@@ -211,55 +213,119 @@ def _valkey(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[s
 
 @contextlib.contextmanager
 def _peer(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[str, _Act]]]:
-    command = [sys.executable, "-m", "benchmarks.stores", str(size)]
+    with _peer_child(size, "tcp") as (_, (peer_port, bare_port, _)):
+        stores = [
+            peer.PeerStore(peer.Settings("127.0.0.1", peer_port, streams=n, deadline_s=60))
+            for n in (2, 1)
+        ]
+        bare = socket.create_connection(("127.0.0.1", bare_port))
+        try:
+            yield {
+                "get": {
+                    "kvatlas": _reads(stores[0], arena, size),
+                    "bare socket": lambda: _from_bare(bare, arena, size),
+                    "kvatlas, 1 stream": _reads(stores[1], arena, size),
+                }
+            }
+        finally:
+            for store in stores:
+                store.close()
+            bare.close()
+
+
+def _from_bare(bare: socket.socket, arena: Arena, size: int) -> None:
+    bare.sendall(struct.pack("<I", COUNT))
+    for piece in _pieces(arena, size, 1):
+        got = 0
+        while got < size:
+            got += bare.recv_into(piece.view[got:], 0, socket.MSG_WAITALL)
+
+
+@contextlib.contextmanager
+def _peer_child(
+    size: int, transport: str
+) -> Iterator[tuple[subprocess.Popen[str], tuple[int, ...]]]:
+    """The other process, and what it says: ports of the agent and of the bare socket, and the
+    descriptor of its arena."""
+    command = [sys.executable, "-m", "benchmarks.stores", str(size), transport]
     child = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert child.stdout is not None
-    peer_port, bare_port = map(int, child.stdout.readline().split())
-    stores = [
-        peer.PeerStore(peer.Settings("127.0.0.1", peer_port, streams=n, deadline_s=60))
-        for n in (2, 1)
-    ]
-    bare = socket.create_connection(("127.0.0.1", bare_port))
-
-    def plain() -> None:
-        bare.sendall(struct.pack("<I", COUNT))
-        for piece in _pieces(arena, size, 1):
-            got = 0
-            while got < size:
-                got += bare.recv_into(piece.view[got:], 0, socket.MSG_WAITALL)
-
     try:
-        yield {
-            "get": {
-                "kvatlas": _reads(stores[0], arena, size),
-                "bare socket": plain,
-                "kvatlas, 1 stream": _reads(stores[1], arena, size),
-            }
-        }
+        yield child, tuple(map(int, child.stdout.readline().split()))
     finally:
-        for store in stores:
-            store.close()
-        bare.close()
         child.kill()
         child.wait()
 
 
-def _serve(size: int) -> None:
+def _serve(size: int, transport: str) -> None:
     """The other process: an agent's dram, and a bare socket that sends the same bytes."""
     from kvatlas.dataplane.tiers.dram import DramStore  # noqa: PLC0415
 
     with _arena() as source, _arena() as arena:
         dram = DramStore(arena)
         finished(dram.write, _pieces(source, size, 0))
-        server = peer.PeerServer(dram)
+        lends = nixl.Nixl(arena) if transport == "nixl" else None
+        if lends is not None:
+            lends.wait()
+        server = peer.PeerServer(dram, nixl=lends)
         listener = socket.create_server(("127.0.0.1", 0))
-        print(server.address[1], listener.getsockname()[1], flush=True)
+        print(server.address[1], listener.getsockname()[1], arena.fileno(), flush=True)
         sock, _ = listener.accept()
         while count := sock.recv(4):
             for piece in _pieces(source, size, 0)[: struct.unpack("<I", count)[0]]:
                 sock.sendall(piece.view)
+
+
+@contextlib.contextmanager
+def _nixl(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[str, _Act]] | None]:
+    """The same by NIXL: two agents of one node, past the sockets."""
+    packages = nixl_packages(Path(tempfile.mkdtemp(dir=scratch)))
+    if packages is None:
+        yield None
+        return
+    sys.path.insert(0, str(packages))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(packages)
+    with _peer_child(size, "nixl") as (child, (peer_port, bare_port, fd)):
+        ours = nixl.Nixl(arena)
+        ours.wait()
+        settings = peer.Settings("127.0.0.1", peer_port, deadline_s=60)
+        store = peer.PeerStore(settings, nixl=peer_nixl.Reader(arena, ours, only=True))
+        there = Arena.open(f"/proc/{child.pid}/fd/{fd}")
+        bare = socket.create_connection(("127.0.0.1", bare_port))
+        read = _reads(store, arena, size)
+        read()
+        joined = store._nixl._joined  # type: ignore[union-attr]
+        base = COUNT << 20
+        steps = [(base + (n << 20), n << 20, size) for n in range(COUNT)]
+
+        def alone() -> None:
+            if ours.read(joined.epoch, steps, time.monotonic() + 60):
+                raise SystemExit("NIXL alone failed")
+
+        def memcpy() -> None:
+            for here, other, length in steps:
+                arena.memory[here : here + length] = there.memory[other : other + length]
+
+        try:
+            yield {
+                f"get over {store.transport}": {
+                    "kvatlas": read,
+                    "bare socket": lambda: _from_bare(bare, arena, size),
+                    "NIXL alone": alone,
+                    "memcpy": memcpy,
+                }
+            }
+        finally:
+            store.close()
+            there.close()
+            bare.close()
+            sys.path.remove(str(packages))
+            os.environ.pop("PYTHONPATH")
+            if before is not None:
+                os.environ["PYTHONPATH"] = before
 
 
 # -- mooncake -------------------------------------------------------------------------------------
@@ -387,10 +453,11 @@ def _s3(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[str, 
 _SIDES: dict[str, Callable[..., Any]] = {
     "valkey": _valkey,
     "peer": _peer,
+    "peer by NIXL": _nixl,
     "mooncake": _mooncake,
     "s3": _s3,
 }
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve(int(sys.argv[1]), sys.argv[2])
