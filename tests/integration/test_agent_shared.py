@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 from fake_engine import GRID, FakeEngine, hello, tokens_of
+from nixl_kit import use_nixl
 from stores_kit import Proxy, Server, start_valkey
 from stores_rigs import MooncakeRig, S3Rig, mooncake_package, s3_packages
 
 from kvatlas.cli.main import main
 from kvatlas.connectors.child import free_ports
-from kvatlas.dataplane.tiers import mooncake, valkey
+from kvatlas.dataplane.tiers import mooncake, nixl, valkey
 from kvatlas.dataplane.tiers.sockets import Address
+from kvatlas.errors import EngineError
 from kvatlas.validate.exactness_tiers import AgentProcess, _flip_arena
 
 PROMPT = tokens_of(1, 10 * GRID + 5)
@@ -193,7 +195,47 @@ def test_a_peer_lends_what_is_in_its_memory(node: Make) -> None:
     here, there = first.idle(), second.idle()
     assert here["tiers"]["served"]["counts"] == {"sent": 10}
     assert here["tiers"]["served"]["transport"] == "tcp"
-    assert there["tiers"]["peer"][f"127.0.0.1:{port}"]["transport"] == "tcp"
+    told = there["tiers"]["peer"][f"127.0.0.1:{port}"]
+    assert told["transport"] == "tcp"
+    assert told["moved"]["tcp"]["size_bytes"] == 10 * 65536
+
+
+@pytest.mark.engine
+def test_two_agents_of_one_node_read_by_nixl_and_say_so(
+    node: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless one of them is told otherwise; a peer that is lost in mid-life is one over TCP."""
+    use_nixl(monkeypatch, tmp_path)
+    port, pages = free_ports(2)
+    first = node(f"--serve-peers=127.0.0.1:{port}")
+    peer = f"--peer=127.0.0.1:{port}"
+    second = node(peer, f"--listen={pages}", "--peer-transport=nixl")
+    third = node(peer, "--peer-transport=tcp")
+    saved(first)
+    first.wait(lambda status: status["tiers"]["served"]["nixl"] == "on")
+    assert loaded(second) == (END, {"peer": END})
+    assert loaded(third) == (END, {"peer": END})
+    assert first.idle()["tiers"]["served"]["counts"] == {"lent": 10, "sent": 10}
+    told = second.idle()["tiers"]["peer"][f"127.0.0.1:{port}"]
+    assert told["transport"] == "nixl/cma"
+    assert told["moved"]["nixl/cma"]["size_bytes"] == 10 * 65536
+    assert told["instead"] == {}
+    told = third.idle()["tiers"]["peer"][f"127.0.0.1:{port}"]
+    assert (told["transport"], told["nixl"]) == ("tcp", "not_wanted")
+    with urllib.request.urlopen(f"http://127.0.0.1:{pages}/metrics", timeout=10) as answer:
+        page = answer.read().decode()
+    name = f'peer="127.0.0.1:{port}",transport="nixl/cma"'
+    assert f"kvatlas_agent_peer_moved_bytes_total{{{name}}} {10 * 65536}" in page
+    assert f"kvatlas_agent_peer_transport_info{{{name}}} 1.0" in page
+
+
+def test_nixl_alone_is_refused_where_it_is_not_installed(node: Make) -> None:
+    if not nixl.missing():
+        pytest.skip("NIXL is installed in this environment")
+    (port,) = free_ports(1)
+    for option in (f"--peer=127.0.0.1:{port}", f"--serve-peers=127.0.0.1:{port}"):
+        with pytest.raises(EngineError, match=r"pip install 'kvatlas\[nixl\]'"):
+            node(option, "--peer-transport=nixl")
 
 
 def test_of_windows_a_peer_lends_points_that_are_sealed(node: Make) -> None:
