@@ -30,6 +30,7 @@ from kvatlas.dataplane.tiers.opening import address_of
 from kvatlas.errors import ConfigError
 from kvatlas.service import agent_wire as wire
 from kvatlas.service.agent import NodeAgent, Settings
+from kvatlas.service.agent_peers import CHOICES
 from kvatlas.service.agent_shared import SharedSettings
 
 _CODECS = {"raw": Codec.RAW, "zstd": Codec.ZSTD, "planes": Codec.PLANES}
@@ -176,6 +177,13 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="let other nodes' agents read from this one's memory, here; needs --config",
     )
+    add(
+        "--peer-transport",
+        choices=CHOICES,
+        default="auto",
+        help="what carries it: NIXL where both sides have it and it reads past the sockets, else "
+        "TCP; TCP; or NIXL alone, which must be there (default: auto)",
+    )
 
 
 def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -219,7 +227,9 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < rate < math.inf:
         raise ConfigError(f"--prefill-tokens-per-s {rate:g}: tokens per second, above zero")
     disk, disk_bytes = args.disk or (None, 0)
-    shared = SharedSettings(args.object, tuple(args.peer), args.serve_peers, args.seek_s)
+    shared = SharedSettings(
+        args.object, tuple(args.peer), args.serve_peers, args.seek_s, args.peer_transport
+    )
     through = ((Tier.DISK, disk is not None), (Tier.OBJECT, bool(args.object)))
     settings = Settings(
         args.socket,
