@@ -35,6 +35,7 @@ NAMES = (
     "caches",
     "stores",
     "observe",
+    "sealing",
 )
 RESULTS = Path(__file__).parent / "results"
 
