@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import ssl
 import time
 from collections import Counter
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 Part = Literal["gateway", "agent", "engine", "client"]
 SCHEME = "kvatlas://"
+HANDSHAKE = 0x16  # the first byte of every TLS connection
+SPEAKS_S = 1.0  # who comes to speak TLS speaks first
 EXPIRES_SHARE = 0.1  # of its life: a certificate with less left is warned of
 _LOOK_S = 1.0
 _WARN_S = 3600.0
@@ -264,6 +267,61 @@ def check(der: bytes | None, parts: tuple[str, ...], *, foreign: bool = False) -
             f"its certificate is of {told or 'no part of a cluster'}: "
             f"{' or '.join(parts)} is wanted"
         )
+
+
+class PlainPeer(ConnectionError):
+    """Who came in speaks no TLS."""
+
+
+def joined(
+    context: ssl.SSLContext,
+    sock: socket.socket,
+    host: str,
+    until: float,
+    parts: tuple[str, ...] = (),
+) -> ssl.SSLSocket:
+    """A connected socket with TLS on it, and one of ``parts`` at the other end (none: whoever the
+    host name is). ``until`` on time.monotonic. Raises OSError."""
+    made = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+    return _shaken(made, until, parts)
+
+
+def taken(
+    context: ssl.SSLContext, sock: socket.socket, until: float, parts: tuple[str, ...]
+) -> ssl.SSLSocket:
+    """The same of a socket that came in. Raises PlainPeer where it says something else, or nothing
+    for `SPEAKS_S`; OSError."""
+    try:
+        sock.settimeout(min(SPEAKS_S, _left_s(until)))
+        first = sock.recv(1, socket.MSG_PEEK)
+    except TimeoutError as error:
+        raise PlainPeer("it said nothing") from error
+    if first and first[0] != HANDSHAKE:
+        raise PlainPeer("it speaks no TLS")
+    made = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+    return _shaken(made, until, parts)
+
+
+def _shaken(made: ssl.SSLSocket, until: float, parts: tuple[str, ...]) -> ssl.SSLSocket:
+    try:
+        made.settimeout(_left_s(until))
+        made.do_handshake()
+        if parts:
+            check(made.getpeercert(True), parts)
+    except ssl.SSLError as error:
+        made.close()
+        raise ConnectionError(reason_of(error)) from error
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _left_s(until: float) -> float:
+    left_s = until - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the deadline has passed")
+    return left_s
 
 
 def life_of(path: Path) -> Life:

@@ -28,6 +28,7 @@ from kvatlas.dataplane.tiers.base import Finish, Piece, Report, Shared
 from kvatlas.dataplane.tiers.dram import DramStore
 from kvatlas.dataplane.tiers.opening import DEADLINE_S, open_object
 from kvatlas.dataplane.tiers.sockets import Address
+from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import ConfigError, StoreError
 from kvatlas.service import agent_peers
 from kvatlas.service.agent_peers import Choice
@@ -50,14 +51,15 @@ Block = tuple[Unit, ...]
 
 class SharedSettings(msgspec.Struct, frozen=True):
     """What a node shares: the URL of a store, peers that it reads from, and where it lets peers
-    read (None: nowhere), and over what. All nodes must have the same secret. ``seek_s``: of one
-    request's time that asking what others hold may take."""
+    read (None: nowhere), and over what; ``trust``: over TLS. All nodes must have the same secret.
+    ``seek_s``: of one request's time that asking what others hold may take."""
 
     object_url: str = ""
     peers: tuple[Address, ...] = ()
     serve: Address | None = None
     seek_s: float = 0.5
     peer_transport: Choice = "auto"
+    trust: Trust | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for no time."""
@@ -79,8 +81,9 @@ def opened(
         for address in settings.peers:
             place = Tier.PEER, str(address)
             one = peer.Settings(*address, token=_token(secret), deadline_s=DEADLINE_S)
-            by = agent_peers.reader(settings.peer_transport, arena)
-            stores[place] = peer.PeerStore(one, _told(lost, place), by)
+            encrypted = settings.trust is not None
+            by = agent_peers.reader(settings.peer_transport, arena, encrypted=encrypted)
+            stores[place] = peer.PeerStore(one, _told(lost, place), by, settings.trust)
         if settings.object_url:
             place = Tier.OBJECT, ""
             stores[place] = open_object(settings.object_url, arena, _told(lost, place), sealer)
@@ -330,9 +333,12 @@ class Ways:
     def serve(self, dram: DramStore, settings: SharedSettings, secret: bytes) -> None:
         """Let peers read from now on, where that is wanted. Raises ConfigError."""
         if (at := settings.serve) is not None:
-            nixl = agent_peers.lender(settings.peer_transport, dram.arena)
+            trust = settings.trust
+            encrypted = trust is not None
+            nixl = agent_peers.lender(settings.peer_transport, dram.arena, encrypted=encrypted)
+            token = _token(secret)
             self._served = peer.PeerServer(
-                dram, host=at[0], port=at[1], token=_token(secret), lend=self.lend, nixl=nixl
+                dram, host=at[0], port=at[1], token=token, lend=self.lend, nixl=nixl, trust=trust
             )
 
     def lend(self, names: Sequence[bytes]) -> Collection[bytes]:

@@ -22,6 +22,7 @@ import msgspec
 
 from kvatlas.config_tls import is_local
 from kvatlas.dataplane.tls import (
+    HANDSHAKE,
     Identity,
     Trust,
     WrongPart,
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 
 #: Where commands find the authority to believe, and a certificate and key of their own.
 ENVIRONMENT = ("KVATLAS_CA", "KVATLAS_CERT", "KVATLAS_KEY")
-_HANDSHAKE = 0x16  # the first byte of every TLS connection
 _ACCEPT_AGAIN_S = 0.1
 _LOG_S = 10.0  # between two words on refused connections
 _PLAIN = envelope("this port speaks TLS only: write https://", status=400, code="tls_needed")
@@ -133,7 +133,7 @@ class Door:
             sock.setblocking(False)
             async with asyncio.timeout(limit_s):
                 first = await _peek(sock)
-            if first != _HANDSHAKE:
+            if first != HANDSHAKE:
                 self._plain(sock, address, first)
                 return
             handed = True  # whatever comes of it, the socket is closed there

@@ -1,7 +1,8 @@
 """Shared stores by their URL: which kind, where, and any of its settings as the query.
 
-``valkey://host:port``, ``valkey:///path/of.sock``, ``mooncake://host:port``, ``s3://bucket``. No
-secret stands in a URL: a command line is read by others.
+``valkey://host:port``, with TLS ``valkeys://`` or ``rediss://``, ``valkey:///path/of.sock``,
+``mooncake://host:port``, ``s3://bucket``. No secret stands in a URL: a command line is read by
+others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvatlas.dataplane.tiers.base import Shared
 from kvatlas.dataplane.tiers.sockets import Address
 from kvatlas.errors import ConfigError
 
-KINDS = ("valkey", "mooncake", "s3")
+KINDS = ("valkey", "valkeys", "rediss", "mooncake", "s3")
 DEADLINE_S = 5.0  # a load waits no longer for a store
 _SECRETS = {"password", "access_key", "secret_key"}
 T = TypeVar("T")
@@ -48,7 +49,8 @@ def open_object(
     if secret := _SECRETS & set(given):
         raise ConfigError(f"--object: {min(secret)} must not stand in a URL: others can read it")
     match parts.scheme:
-        case "valkey":
+        case "valkey" | "valkeys" | "rediss":
+            given["tls"] = str(parts.scheme != "valkey").lower()
             return valkey.ValkeyStore(_valkey(parts, port, given), lost, sealer)
         case "mooncake":
             given["master"] = f"{parts.hostname or ''}:{port}"

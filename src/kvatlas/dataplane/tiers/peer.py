@@ -31,7 +31,7 @@ import msgspec
 
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.records import Label
-from kvatlas.dataplane.tiers import framing, peer_nixl, peer_wire
+from kvatlas.dataplane.tiers import framing, peer_nixl, peer_tls, peer_wire
 from kvatlas.dataplane.tiers.base import (
     Counts,
     Entry,
@@ -57,6 +57,7 @@ from kvatlas.dataplane.tiers.peer_wire import (
 )
 from kvatlas.dataplane.tiers.runs import Outcome, Refused, Runs
 from kvatlas.dataplane.tiers.sockets import Address, Stream
+from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import ConfigError, StoreError
 
 RUN_BYTES = 64 << 20
@@ -88,6 +89,7 @@ class PeerServer:
         idle_s: float = 300.0,
         lend: Callable[[Sequence[bytes]], Collection[bytes]] | None = None,
         nixl: Nixl | None = None,
+        trust: Trust | None = None,
     ) -> None:
         """Listens from now on. ``lend`` says which of some names may be read, from any thread;
         without it all that is there may. ``nixl``: of this arena; it is closed with this. Raises
@@ -102,6 +104,7 @@ class PeerServer:
         self._nixl = nixl
         self._lender = peer_nixl.Lender(dram, nixl, _label_of, self.counts)
         self._limits = (connections_max, send_s, idle_s)
+        self._trust = trust
         self._lock = threading.Lock()
         self._links: dict[Stream, threading.Thread] = {}
         self._closed = False
@@ -167,6 +170,8 @@ class PeerServer:
 
     def _serve(self, link: Stream) -> None:
         try:
+            if self._trust is not None:
+                link.secure(partial(peer_tls.proved, self._trust, self.counts))
             self._greet(link)
             while True:
                 link.until = time.monotonic() + self._limits[2]
@@ -291,8 +296,12 @@ class PeerStore:
         settings: Settings,
         lost: Callable[[str], None] | None = None,
         nixl: peer_nixl.Reader | str = "not_wanted",
+        trust: Trust | None = None,
     ) -> None:
-        """``nixl``: of this peer alone, and closed with the store; or why there is none."""
+        """``nixl``: of this peer alone, and closed with the store; or why there is none. ``trust``:
+        over TLS."""
+        if trust is not None:
+            self.plain = "tls"
         self.settings = settings
         self.transport = self.plain  # of what was read last
         self.moved = Moved()
@@ -300,7 +309,7 @@ class PeerStore:
         self._address = Address(settings.host, settings.port)
         self._runs = Runs[Stream](
             "peer",
-            partial(Stream.connect, self._address),
+            partial(Stream.connect, self._address, wrap=peer_tls.agent_at(trust, settings.host)),
             self._greet,
             streams=settings.streams,
             queue_max=settings.queue_max,
@@ -335,6 +344,10 @@ class PeerStore:
         """Raises StoreError: a peer's dram is its own agent's."""
         raise StoreError("a peer's dram is emptied by its own agent")
 
+    def labels(self) -> Iterator[Entry]:
+        """See `base.Shared`."""
+        return self.scan()
+
     def scan(self) -> Iterator[Entry]:
         """See `base.Store`. Raises OSError, Refused and StoreError."""
         link = self._runs.opened()
@@ -362,6 +375,8 @@ class PeerStore:
     def _greet(self, link: Stream) -> None:
         said = bytearray(len(MAGIC) + _LIFE_BYTES + _NONCE_BYTES)
         link.fill(memoryview(said))
+        if said[: len(MAGIC)] == peer_tls.TLS_ONLY:
+            raise Refused("denied", f"{self._address} speaks TLS only: give this agent [tls], too")
         if said[: len(MAGIC)] != MAGIC:
             raise Refused("foreign", f"{self._address} is no kvatlas agent of this version")
         life, nonce = bytes(said[8:24]), bytes(said[24:])

@@ -1,27 +1,35 @@
 """One stream socket on which every call ends by a deadline and payload goes straight to its place.
 
 Blocking calls with the kernel's own timeouts (SO_RCVTIMEO, SO_SNDTIMEO): one system call per
-value where a poll before each would take two and wake the thread for every few packets.
+value where a poll before each would take two and wake the thread for every few packets. With TLS
+on it a record of 16 KiB at most comes at a time, by OpenSSL's own calls.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
+import xxhash
+
 from kvatlas.dataplane._copies import receive
+from kvatlas.dataplane.tls import reason_of
 
 LINE_BYTES_MAX = 4096
 SUM_BYTES = 256 << 10  # received and summed at once
 SLACK_S = 0.02
 SMALL_BYTES = 1024
 ROOM_BYTES = 4 << 20  # for what comes in and is not read yet
+_RECORD_BYTES = 16 << 10  # of TLS
 _PARTS_MAX = 512  # of one sendmsg; the kernel takes 1,024
+#: Puts TLS on a connected socket, by a time on time.monotonic.
+Wrap = Callable[[socket.socket, float], ssl.SSLSocket]
 _TIME = struct.Struct("@ll")
 
 
@@ -59,10 +67,11 @@ class Stream:
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
         self._limits: dict[int, tuple[float, float]] = {}
+        self._secure = isinstance(sock, ssl.SSLSocket)
 
     @classmethod
-    def connect(cls, address: Address, until: float) -> Self:
-        """Raises OSError."""
+    def connect(cls, address: Address, until: float, wrap: Wrap | None = None) -> Self:
+        """``wrap``: with TLS. Raises OSError."""
         left_s = _left(until)
         if address[1]:
             sock = socket.create_connection(address, left_s)
@@ -80,11 +89,29 @@ class Stream:
                 sock.close()
                 raise
         sock.settimeout(None)
-        return cls(sock, until)
+        made = cls(sock, until)
+        if wrap is not None:
+            made.secure(wrap)
+        return made
+
+    def secure(self, wrap: Wrap) -> None:
+        """From now on with TLS. Raises OSError; it is closed then."""
+        try:
+            wrapped = wrap(self._socket, self.until)
+        except BaseException:
+            self.close()
+            raise
+        with self._ended:
+            self._socket = wrapped
+        self._secure = True
+        self._limits.clear()
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """All of them, in order, without joining them."""
         waiting = [memoryview(part).cast("B") for part in parts if len(part)]
+        if self._secure:
+            self._send_records(waiting)
+            return
         at = 0
         while at < len(waiting):
             self._limit(socket.SO_SNDTIMEO)
@@ -97,6 +124,25 @@ class Stream:
                 at += 1
             if sent:
                 waiting[at] = waiting[at][sent:]
+
+    def _send_records(self, waiting: Sequence[memoryview]) -> None:
+        """Small parts together: each call makes a record."""
+        small = bytearray()
+        for part in waiting:
+            if len(part) < _RECORD_BYTES:
+                small += part
+            if len(part) >= _RECORD_BYTES or len(small) >= _RECORD_BYTES:
+                self._send_all(memoryview(small))
+                small = bytearray()
+            if len(part) >= _RECORD_BYTES:
+                self._send_all(part)
+        self._send_all(memoryview(small))
+
+    def _send_all(self, data: memoryview) -> None:
+        at = 0
+        while at < len(data):
+            self._limit(socket.SO_SNDTIMEO)
+            at += self._socket.send(data[at:])
 
     def line(self) -> bytes:
         """Up to CR LF, without it. Raises ValueError where none comes within a buffer's length."""
@@ -142,10 +188,17 @@ class Stream:
     def receive(self, targets: Sequence[memoryview]) -> list[int]:
         """Fills all of them, one after the other, and says the checksum of each
         (`base.checksum_of`): one call, in which other threads run, however many they are."""
+        if self._secure:
+            return [self._receive_summed(target) for target in targets]
         ahead = self._view[self._start : self._end]
         sums = receive(self._socket.fileno(), ahead, targets, self.until)
         self._start += min(len(ahead), sum(map(len, targets)))
         return sums
+
+    def _receive_summed(self, target: memoryview) -> int:
+        digest = xxhash.xxh3_128()
+        self.fill(target, digest)
+        return digest.intdigest() or 1
 
     def skip(self, size_bytes: int) -> None:
         """Read and forget."""
@@ -158,7 +211,7 @@ class Stream:
     def abort(self) -> None:
         """Wakes whoever waits in a call, with an error. From any thread."""
         with self._ended, contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # TLS is not asked
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -169,9 +222,11 @@ class Stream:
         while True:
             self._limit(socket.SO_RCVTIMEO)
             try:
-                got = self._socket.recv_into(target, 0, flags)
+                got = self._socket.recv_into(target, 0, 0 if self._secure else flags)
             except BlockingIOError:
                 continue
+            except ssl.SSLError as error:
+                raise ConnectionResetError(reason_of(error)) from error
             if not got:
                 raise ConnectionResetError("the other side closed the connection")
             return got
@@ -186,6 +241,9 @@ class Stream:
         if ends == self.until and now - set_at < SLACK_S:
             return
         self._limits[option] = (self.until, now)
+        if self._secure:
+            self._socket.settimeout(left_s)
+            return
         seconds = int(left_s)
         micros = max(1, int((left_s - seconds) * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(seconds, micros))

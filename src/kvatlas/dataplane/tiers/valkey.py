@@ -5,7 +5,7 @@ per value, header first (see `framing`); values above ``chunk_bytes`` have the r
 their own, written before the one that has the header. A write never replaces what is there.
 
 Protocol: https://valkey.io/topics/protocol (RESP 2). A server in cluster mode, or one that
-demands TLS, is refused with a clear word.
+demands TLS and is asked without, is refused with a clear word.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from kvatlas.dataplane.tiers import framing
 from kvatlas.dataplane.tiers.base import Entry, Finish, Life, Piece, asked
 from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.dataplane.tiers.runs import Outcome, Refused, Runs
-from kvatlas.dataplane.tiers.sockets import Address, Digest, Stream
+from kvatlas.dataplane.tiers.sockets import Address, Digest, Stream, Wrap
+from kvatlas.dataplane.tls import asking, joined
 from kvatlas.errors import ConfigError
 
 CHUNK_BYTES = 64 << 20  # the server's default limit of a value is 512 MB
@@ -55,7 +56,8 @@ _REASONS = {
 
 class Settings(msgspec.Struct, frozen=True):
     """Which server, and how. ``ttl_s`` 0: values stay until somebody deletes or evicts them.
-    ``host`` alone (port 0) is the path of a Unix socket."""
+    ``host`` alone (port 0) is the path of a Unix socket. ``tls``: its certificate is of ``ca``,
+    else of an authority that this machine trusts; it is shown ``cert``, where there is one."""
 
     host: str = "127.0.0.1"
     port: int = 6379
@@ -69,11 +71,19 @@ class Settings(msgspec.Struct, frozen=True):
     streams: int = 4
     queue_max: int = 1024
     deadline_s: float = 10.0
+    tls: bool = False
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values that cannot work."""
         if not self.host or not 0 <= self.port < 65536 or self.database < 0:
             raise ConfigError(f"valkey: {self.host!r} port {self.port} is no address of a server")
+        if self.tls and not self.port:
+            raise ConfigError("valkey: TLS is for host and port, not for a Unix socket")
+        if not self.tls and (self.ca or self.cert or self.key):
+            raise ConfigError("valkey: ca, cert and key are for TLS: write valkeys://")
         if not 0 <= self.ttl_s < 1e10 or 0 < self.ttl_s < 0.001:
             raise ConfigError(f"valkey: ttl_s is {self.ttl_s}: 0, or at least a millisecond")
         if not 1 <= self.chunk_bytes <= 256 << 20:
@@ -163,12 +173,12 @@ class ValkeyStore:
     ) -> None:
         self.settings = settings
         self._sealer = sealer
-        self.transport = "tcp" if settings.port else "unix"
+        self.transport = "tls" if settings.tls else "tcp" if settings.port else "unix"
         self._address = Address(settings.host, settings.port)
         self._prefix = settings.prefix.encode()
         self._runs = Runs[Server](
             "valkey",
-            partial(Server.connect, self._address),
+            partial(Server.connect, self._address, wrap=_wrap(settings)),
             self._greet,
             streams=settings.streams,
             queue_max=settings.queue_max,
@@ -414,6 +424,14 @@ def refusal(text: bytes) -> Refused:
     if reason == "cluster":
         said += " (the server is part of a cluster: not supported yet)"
     return Refused(reason, said)
+
+
+def _wrap(settings: Settings) -> Wrap | None:
+    """Raises ConfigError for files that cannot be used."""
+    if not settings.tls:
+        return None
+    context = asking(settings.ca, settings.cert, settings.key)
+    return lambda sock, until: joined(context, sock, settings.host, until)
 
 
 def _bulk(word: bytes) -> bytes:
