@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -75,6 +76,9 @@ class RoundRobin:
 
     def unreached(self, route: Route, target: Target) -> None:
         """Another target is tried next."""
+
+    def quiet_s(self, target: Target) -> float:
+        return math.inf
 
     def first_token(self, route: Route, ttft_s: float) -> None:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
@@ -141,6 +142,7 @@ async def test_an_sglang_engine_is_described(house: House) -> None:
         info = {"version": "0.5.23", "page_size": 64, "model_path": "/m", "kv_events": told}
         http.set("/server_info", info | {"random_seed": 1, "startup_time": {"load": 2.5}})
         row = {"dp_rank": 0, "num_running_reqs": 4, "num_waiting_reqs": 2, "token_usage": 0.5}
+        row["num_used_tokens"] = 8192
         http.set("/v1/loads", {"loads": [row]})
         worker = house.engines.add(WorkerConfig("s", http.url, engine="sglang"))
         assert await house.engines.first_look(5.0)
@@ -148,13 +150,35 @@ async def test_an_sglang_engine_is_described(house: House) -> None:
         assert found is not None
         assert (found.version, found.block_tokens, found.model_path) == ("0.5.23", 16, "/m")
         assert found.sources == ((0, Source(stub.endpoint, stub.replay, False)),)
-        assert worker.loads == {0: Load(4, 2, 0.5)}
+        assert worker.loads == {0: Load(4, 2, 0.5, 8192)}
         stub.publish(stored("AB", 2))
         await house.until(lambda: house.ask("AB") == {"s": 2})
         stub.sent.clear()
         http.set("/server_info", info | {"random_seed": 9, "startup_time": {"load": 2.1}})
         await house.until(lambda: house.ask("AB") == {})
         assert worker.restarts == 1
+
+
+async def test_for_how_long_an_engine_did_nothing(house: House) -> None:
+    """It is healthy at every look, and stands still; then it computes a token."""
+    async with StubHttp() as http, StubPublisher(replay=False) as stub:
+        vllm(http, stub)
+        assert house.engines.quiet_s("w") == math.inf
+        house.engines.add(WorkerConfig("w", http.url))
+        assert await house.engines.first_look(5.0)
+
+        async def looked(times: int) -> None:
+            asked = len(http.asked)
+            await house.until(lambda: http.asked[asked:].count("/health") >= times)
+
+        await looked(2)
+        began = house.engines.workers["w"].got_on_s
+        await looked(3)
+        assert house.engines.workers["w"].got_on_s == began
+        assert house.engines.quiet_s("w") > 0
+        http.set("/metrics", metrics(work=101))
+        await looked(2)
+        assert house.engines.workers["w"].got_on_s > began
 
 
 @pytest.mark.parametrize(

@@ -127,16 +127,11 @@ def test_a_hundred_requests_with_a_frozen_leg(layout: str, stream: bool, fault: 
             stand.fault(fault.worker, frozen=fault.frozen)
             answers = await stand.ask_all(stream=stream)
             for got in answers:
-                assert got.status in (200, 504), got
-                if got.status == 504:
-                    assert got.error["code"] == "deadline_exceeded"
-                elif stream:
+                if stream:
                     assert b"[DONE]" in got.body
             touched = [got for got in answers if f"{rung}: " in got.fallback]
             assert touched, "nobody met the fault"
-            # Of a stream it is known when its first byte is due: there is always another rung.
-            if stream or rung == "prefill":
-                assert all(got.status == 200 for got in answers)
+            assert all(got.status == 200 for got in answers)  # there is always another rung
             count = await stand.product.metric("kvatlas_fallbacks_total", rung=rung)
             assert count == len(touched)
             await stand.nothing_held()

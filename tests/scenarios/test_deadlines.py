@@ -61,6 +61,18 @@ async def freezes(worker: FakeWorker, request: Request, reply: Reply) -> None:
     await hangs(worker, request, reply)
 
 
+def decodes_for(seconds: float) -> Callable[..., Any]:
+    """Answers then; all the while its own count of tokens grows."""
+
+    async def behave(worker: FakeWorker, request: Request, reply: Reply) -> None:
+        for made in range(round(10 * seconds)):
+            worker.metrics = [f"vllm:generation_tokens_total {made}"]
+            await asyncio.sleep(0.1)
+        await answer(worker, request, reply)
+
+    return behave
+
+
 async def freezes_in_mid_answer(worker: FakeWorker, request: Request, reply: Reply) -> None:
     reply.start(200, [(b"content-type", b"text/event-stream")])
     reply.write(b'data: {"choices": [{"text": "a"}]}\n\n')
@@ -91,7 +103,8 @@ def test_a_frozen_first_half_costs_half_of_what_is_left(stream: bool) -> None:
     warp.run(main())
 
 
-def test_a_frozen_second_half_of_a_stream_is_left_in_time() -> None:
+@STREAMS
+def test_a_frozen_second_half_is_left_in_time(stream: bool) -> None:
     async def main() -> None:
         async with (
             worker("p", nixl_prefill) as p,
@@ -99,26 +112,34 @@ def test_a_frozen_second_half_of_a_stream_is_left_in_time() -> None:
             Stood([prefill(p), decode(d)]) as product,
         ):
             await product.settled()
-            got = await product.within(stream=True)
+            got = await product.within(stream=stream)
             assert (got.status, got.worker) == (200, "p")
             assert got.fallback == "decode: timeout"
-            assert b"[DONE]" in got.body
+            assert (b"[DONE]" in got.body) is stream
+            labels = {"rung": "decode", "reason": "timeout", "to": "engine", "worker": "d"}
+            cost_s = await product.metric("kvatlas_fallback_seconds_total", **labels)
+            assert cost_s == pytest.approx(DEADLINE_S / 2, abs=0.05)
             await product.left_behind(p, d)
 
     warp.run(main())
 
 
-def test_an_answer_that_is_no_stream_ends_with_its_deadline() -> None:
+@pytest.mark.parametrize("ends_s", [0.9 * DEADLINE_S, 2 * DEADLINE_S])
+def test_who_gets_on_with_an_answer_that_is_no_stream_keeps_it(ends_s: float) -> None:
     """Nobody knows when it is due: that it is slow is no reason to begin again."""
 
     async def main() -> None:
         async with (
             worker("p", nixl_prefill) as p,
-            worker("d", freezes) as d,
+            worker("d", decodes_for(ends_s)) as d,
             Stood([prefill(p), decode(d)]) as product,
         ):
             await product.settled()
             got = await product.within()
+            if ends_s < DEADLINE_S:
+                assert (got.status, got.worker, got.fallback) == (200, "d", "")
+                assert product.took_s == pytest.approx(ends_s, abs=0.05)
+                return
             assert (got.status, got.error["code"]) == (504, "deadline_exceeded")
             assert "2 s ended at the decode half d" in got.error["message"]
             assert got.headers["retry-after"] == "1"
@@ -161,8 +182,9 @@ def test_an_engine_that_nobody_can_reach_is_left_for_the_next(
     warp.run(main())
 
 
+@STREAMS
 @pytest.mark.parametrize("frozen", [1, 2])
-def test_a_frozen_engine_is_left_for_the_next(frozen: int) -> None:
+def test_a_frozen_engine_is_left_for_the_next(frozen: int, stream: bool) -> None:
     async def main() -> None:
         names = ["w1", "w2"]
         async with worker("w1", freezes) as w1, worker("w2") as w2:
@@ -170,7 +192,7 @@ def test_a_frozen_engine_is_left_for_the_next(frozen: int) -> None:
             w2.running = 50  # by load the other one comes first
             async with Stood([w1.config(), w2.config()]) as product:
                 await product.settled()
-                got = await product.within(stream=True)
+                got = await product.within(stream=stream)
                 if frozen == 1:
                     assert (got.status, got.worker, got.fallback) == (200, "w2", "engine: timeout")
                     assert product.took_s == pytest.approx(DEADLINE_S / 2, abs=0.05)

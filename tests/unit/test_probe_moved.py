@@ -75,3 +75,23 @@ async def test_a_figure_that_is_none_takes_its_rank_out(value: str) -> None:
 async def test_a_page_that_is_none_tells_nothing(page: str) -> None:
     found = await pulse(page)
     assert (found.moved, found.malformed, found.loads) == ({}, 0, {})
+
+
+WORK = "vllm:num_requests_running 1.0\nvllm:generation_tokens_total 7.0\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "gets_on"),
+    [
+        (WORK, WORK, False),
+        (WORK, WORK.replace(" 7.0", " 8.0"), True),
+        (WORK, WORK.replace(" 1.0", " 2.0"), True),
+        (WORK, WORK + "process_cpu_seconds_total 3.0\n", False),  # it may wait as busily
+        (SGLANG, SGLANG, False),
+        (SGLANG + "sglang:num_used_tokens 7\n", SGLANG + "sglang:num_used_tokens 8\n", True),
+        ("", "", True),  # it tells nothing: its health is all that is known
+    ],
+)
+async def test_whether_an_engine_gets_on(before: str, after: str, gets_on: bool) -> None:
+    first, second = await pulse(before), await pulse(after)
+    assert second.gets_on(first) is gets_on

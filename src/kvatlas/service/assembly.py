@@ -126,6 +126,7 @@ class Assembly:
         self.steering.draining = _draining(self.config)
         self.feed = Feed(self.dispatcher, limits=self._feed_limits)
         self.engines = Engines(self.feed, self, self.client, self.timing)
+        self.steering.quiet = self.engines.quiet_s
         for worker in self.config.worker:
             self.engines.add(worker)
         self.agents = Agents(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -56,6 +57,7 @@ class Worker(msgspec.Struct):
     restarts: int = 0
     polled_s: float = -1.0  # last good look, on the event loop's clock
     asked_s: float = -1.0  # when that look began
+    got_on_s: float = -math.inf  # the last one by which it had done anything
     failures: int = 0  # looks in a row
     successes: int = 0
 
@@ -130,6 +132,11 @@ class Engines:
         """Engines that may get requests, in order of configuration."""
         return [worker for worker in self.workers.values() if worker.up]
 
+    def quiet_s(self, name: str) -> float:
+        """For how long an engine was not seen to do anything; inf where it never was."""
+        worker = self.workers.get(name)
+        return asyncio.get_running_loop().time() - worker.got_on_s if worker else math.inf
+
     async def close(self) -> None:
         """Stops asking. Claims and streams are left as they are."""
         for task in list(self._tasks.values()):
@@ -187,6 +194,8 @@ class _Watch:
         worker.malformed += pulse.malformed
         worker.asleep = pulse.asleep
         worker.polled_s, worker.asked_s = now, asked_s
+        if self._last is None or pulse.gets_on(self._last):
+            worker.got_on_s = now
         worker.failures = 0
         worker.successes += 1
         # At the very start one good look is enough; after a failure it takes more.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
+from types import TracebackType
 
 import msgspec
 
@@ -19,6 +21,9 @@ from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.steer import Half, Route, Steer, Target
 
 _PLACES = {"prefill": "at the prefill half", "decode": "at the decode half", "engine": "at engine"}
+
+
+_TICK_S = 0.001
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -44,6 +49,64 @@ def for_s(seconds: float) -> asyncio.Timeout:
 def within(ends_at_s: float) -> asyncio.Timeout:
     """Raises TimeoutError in what runs under it, at that time of `time.perf_counter`."""
     return for_s(ends_at_s - time.perf_counter())
+
+
+class Silence:
+    """Raises TimeoutError in the exchange that runs under it, where its answer does not begin.
+    ``quiet_s`` tells for how long its engine was not seen to do anything; None: that is no matter.
+    """
+
+    def __init__(self, quiet_s: Callable[[], float] | None = None) -> None:
+        self._quiet_s = quiet_s
+        self._scope = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Silence:
+        await self._scope.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+        await self._scope.__aexit__(kind, error, trace)
+
+    def limit(self, silence_s: float) -> None:
+        """From now on it may be silent for so long."""
+        self._stop()
+        if silence_s < math.inf:
+            self._later(silence_s, silence_s, asyncio.get_running_loop().time())
+
+    def heard(self) -> None:
+        """It begins."""
+        self._stop()
+        self._scope.reschedule(None)
+
+    def expired(self) -> bool:
+        """Whether that comes too late."""
+        return self._scope.expired()
+
+    def _later(self, seconds: float, silence_s: float, since_s: float) -> None:
+        # A connection that cannot be made in the same time is told first: it says more.
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(seconds + _TICK_S, self._look, silence_s, since_s)
+
+    def _look(self, silence_s: float, since_s: float) -> None:
+        now = asyncio.get_running_loop().time()
+        quiet_s = now - since_s
+        if self._quiet_s is not None:
+            quiet_s = min(quiet_s, self._quiet_s())
+        if quiet_s < silence_s:
+            self._later(silence_s - quiet_s, silence_s, since_s)
+        else:
+            self._scope.reschedule(now)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class Ladder:

@@ -64,6 +64,7 @@ class Load(msgspec.Struct, frozen=True):
     running: int = -1
     waiting: int = -1
     kv_usage: float = -1.0  # 0 to 1, of what running requests use
+    used_tokens: int = -1  # the same, uncut: SGLang's share has two digits
 
 
 class Pulse(msgspec.Struct, frozen=True):
@@ -76,6 +77,12 @@ class Pulse(msgspec.Struct, frozen=True):
     work: float = -1.0  # tokens processed since it started: never goes back
     moved: dict[int, Moved] = {}
     malformed: int = 0
+
+    def gets_on(self, before: Pulse) -> bool:
+        """Whether the engine did anything since the look ``before``, as far as it tells: one that
+        tells nothing is taken at its health."""
+        tells = self.work >= 0 or bool(self.loads)
+        return not tells or (self.work, self.loads) != (before.work, before.loads)
 
 
 async def describe(client: HttpClient, worker: WorkerConfig, timeout_s: float) -> Description:
@@ -268,9 +275,10 @@ def _sglang_loads(answer: Any) -> dict[int, Load]:
         if isinstance(row, dict):
             values = [row.get(name, -1) for name in ("dp_rank", "num_running_reqs")]
             values += [row.get(name, -1) for name in ("num_waiting_reqs", "token_usage")]
+            values.append(row.get("num_used_tokens", -1))
             if all(isinstance(v, int | float) and abs(v) <= _FIGURE_MAX for v in values):
-                rank, running, waiting, usage = values
-                loads[int(rank)] = Load(int(running), int(waiting), float(usage))
+                rank, running, waiting, usage, used = values
+                loads[int(rank)] = Load(int(running), int(waiting), float(usage), int(used))
     return loads
 
 
@@ -286,6 +294,7 @@ _PULSE = (
     "sglang:num_running_reqs",
     "sglang:num_queue_reqs",
     "sglang:token_usage",
+    "sglang:num_used_tokens",
     "sglang:prompt_tokens_total",
     "sglang:generation_tokens_total",
     "process_start_time_seconds",
@@ -314,6 +323,7 @@ def _pulse(metrics: str) -> Pulse:
     running: dict[int, float] = {}
     waiting: dict[int, float] = {}
     usage: dict[int, float] = {}
+    used: dict[int, float] = {}
     started, work, asleep = "", -1.0, False
     moved, malformed = _moved(metrics)
     for name, told, text in samples(metrics, _PULSE):
@@ -329,6 +339,8 @@ def _pulse(metrics: str) -> Pulse:
             waiting[rank] = max(waiting.get(rank, 0.0), value)
         elif kind in ("kv_cache_usage_perc", "token_usage"):
             usage[rank] = max(usage.get(rank, 0.0), value)
+        elif kind == "num_used_tokens":
+            used[rank] = max(used.get(rank, 0.0), value)
         elif kind == "engine_sleep_state":
             asleep = asleep or (told.get("sleep_state") != "awake" and value > 0)
         elif name == "process_start_time_seconds":
@@ -336,7 +348,12 @@ def _pulse(metrics: str) -> Pulse:
         else:
             work = max(work, 0.0) + value
     loads = {
-        rank: Load(int(running.get(rank, -1)), int(waiting.get(rank, -1)), usage.get(rank, -1.0))
+        rank: Load(
+            int(running.get(rank, -1)),
+            int(waiting.get(rank, -1)),
+            usage.get(rank, -1.0),
+            int(used.get(rank, -1)),
+        )
         for rank in sorted({*running, *waiting, *usage})
     }
     counts = {r: moved.get(r, Moved()) for r in {*loads, *moved}}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from functools import partial
 
 import msgspec
 
@@ -28,7 +29,7 @@ from kvatlas.service.http_client import (
     origin_of,
 )
 from kvatlas.service.http_reply import JSON, Reply
-from kvatlas.service.ladder import Ended, Ladder, for_s, within
+from kvatlas.service.ladder import Ended, Ladder, Silence, within
 from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.pair_protocols import CONCURRENT, Meeting, Prefilled, engine_id_of, meeting
 from kvatlas.service.steer import Outcome, Route, Steer, Target
@@ -100,7 +101,7 @@ class Relay:
         self._ladder = Ladder(route, steer, metrics, ends_at_s)
         self._target = route.targets[0]
         self._sent_s = started_s
-        self._silence = asyncio.timeout(None)  # until the first byte, of the exchange under way
+        self._silence = Silence()  # of the exchange under way
         self._held: _Head | None = None  # of an answer of which no byte has come yet
         self._deaf = False  # what still comes is for nobody: the try is given up
         self._first: Target | None = None  # of halves that run at once
@@ -171,17 +172,16 @@ class Relay:
         if target.half == "decode":
             assert self._prefilled is not None, "the first half comes first"
             body = Meeting("nixl").decode(body, self._prefilled.params or {})
-        return await self._exchange(target, body, self._silence_s(target))
-
-    def _silence_s(self, target: Target) -> float:
-        """For how long nothing may come. Only of a stream it is known when its first byte is due:
-        any other answer comes when all of it is done."""
-        return self._ladder.patience_s(target) if self._streams else math.inf
+        return await self._exchange(target, body, self._ladder.patience_s(target))
 
     async def _exchange(self, target: Target, body: bytes, silence_s: float) -> Ended | None:
         request = self._request
+        # Of a stream it is known when its first byte is due. Any other answer comes when all of it
+        # is done: as long as its engine does anything it is waited for.
+        quiet_s = None if self._streams else partial(self._steer.quiet_s, target)
         try:
-            async with for_s(silence_s) as self._silence:
+            async with Silence(quiet_s) as self._silence:
+                self._silence.limit(silence_s)
                 await self._client.exchange(
                     request.method,
                     origin_of(target.url),
@@ -289,9 +289,8 @@ class Relay:
     def _hand_off_began(self, second: Target) -> None:
         """The first half is done: from now on it is the second that is waited for."""
         self._ladder.rung = "decode"
-        silence_s = self._silence_s(second)
-        if silence_s < math.inf and not self._reply.started:
-            self._silence.reschedule(asyncio.get_running_loop().time() + silence_s)
+        if not self._reply.started:
+            self._silence.limit(self._ladder.patience_s(second))
 
     async def _without_second(
         self, target: Target, end: FirstEnd, other: asyncio.Task[Ended | None]
@@ -340,7 +339,7 @@ class Relay:
         head, self._held = self._held, None
         if head is None:
             return self._reply.started
-        self._silence.reschedule(None)
+        self._silence.heard()
         self.status = head.status
         length = header(head.headers, b"content-length")
         self._until_eof = not length and not header(head.headers, b"transfer-encoding")

@@ -147,6 +147,11 @@ class Steer(Protocol):
         """No connection to ``target`` could be made."""
         ...
 
+    def quiet_s(self, target: Target) -> float:
+        """Seconds since its engine was last seen to do anything, for anybody; inf where it never
+        was."""
+        ...
+
     def first_token(self, route: Route, ttft_s: float) -> None:
         """The first body bytes of the answer arrived; ``ttft_s`` as in `Outcome`."""
         ...

@@ -101,6 +101,7 @@ class Steering:
         self.gaps = dispatcher.gaps
         self.errors = dispatcher.errors
         self.health_parts: list[Callable[[], Problems]] = []
+        self.quiet: Callable[[str], float] = lambda worker: math.inf  # seconds, of an engine
         self.health_notes: list[Callable[[], Problems]] = []  # to be known, but no fault
         self.fallbacks: Counter[str] = Counter()
         self._faults: dict[str, str] = {}  # part of ours → why it failed when it was last needed
@@ -271,6 +272,10 @@ class Steering:
             self._unreached.pop(publisher, None)
             return True
         return False
+
+    def quiet_s(self, target: Target) -> float:
+        """As whoever looks after the engines saw it."""
+        return self.quiet(_publisher(target).worker)
 
     def first_token(self, route: Route, ttft_s: float) -> None:
         """The engine's prefill queue moved on."""
