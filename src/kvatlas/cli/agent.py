@@ -118,6 +118,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "the same secret (default: a secret of this node's own, beside what is on its disk)",
     )
     _add_tiers(parser)
+    _add_shared(parser)
     errands.add_options(parser)
     parser.set_defaults(run=run)
 
@@ -149,19 +150,24 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         "(default: raw; of --object: ?codec=)",
     )
     add(
-        "--object",
-        metavar="URL",
-        default="",
-        help="a store that other nodes use too: valkey://HOST:PORT, mooncake://HOST:PORT (the "
-        "master's) or s3://BUCKET; its settings as ?name=value&...; needs --config",
-    )
-    add(
         "--seal-keys",
         type=Path,
         metavar="DIR",
         help="a directory of keys (kvatlas keys init): what goes to disk and to --object is sealed "
         "by AES-GCM, each tenant's under keys of its own; what lies on the disk in the clear is "
         "removed (default: nothing is sealed)",
+    )
+
+
+def _add_shared(parser: argparse.ArgumentParser) -> None:
+    """What other nodes keep, or read from here."""
+    add = parser.add_argument
+    add(
+        "--object",
+        metavar="URL",
+        default="",
+        help="a store that other nodes use too: valkey://HOST:PORT, mooncake://HOST:PORT (the "
+        "master's) or s3://BUCKET; its settings as ?name=value&...; needs --config",
     )
     add(
         "--peer",
