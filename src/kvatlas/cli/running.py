@@ -1,15 +1,19 @@
-"""A running gateway, as commands ask it."""
+"""A running gateway, as commands ask it: over https as `service.tls.ENVIRONMENT` says, and as the
+operator whose token is in `TOKEN`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from kvatlas.service.admin import TOKEN_HEADER
 from kvatlas.service.http_client import HttpClient
 
 GET_TIMEOUT_S = 10.0
+TOKEN = "KVATLAS_ADMIN_TOKEN"
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +26,9 @@ def add_url(parser: argparse.ArgumentParser) -> None:
 @asynccontextmanager
 async def client() -> AsyncIterator[HttpClient]:
     """To ask it with."""
-    made = HttpClient()
+    token = os.environ.get(TOKEN, "")
+    headers = [(TOKEN_HEADER.encode(), token.encode("latin-1", "replace"))] if token else []
+    made = HttpClient(headers=headers)
     try:
         yield made
     finally:

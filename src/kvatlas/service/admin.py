@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvatlas.config_tls import RIGHTS, AdminConfig, Right, right_of
+from kvatlas.config_tls import RIGHTS, AdminConfig, AuditConfig, Right, right_of
 from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import ConfigError, RequestError
 from kvatlas.service.audit import Audit
@@ -156,6 +156,14 @@ class Safety(msgspec.Struct, frozen=True):
 
     trust: Trust | None = None
     guard: Guard = Guard(AdminConfig(), closed=False)
+
+
+def safety_of(
+    admin: AdminConfig, audit: AuditConfig, trust: Trust | None, part: str, *, closed: bool
+) -> Safety:
+    """As a part's file says; ``closed``: its pages, where nobody is named. Raises ConfigError."""
+    log_of = Audit(audit, part) if audit.file else None
+    return Safety(trust, Guard(admin, closed=closed, audit=log_of))
 
 
 def _refusal(status: int, text: str) -> RequestError:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvatlas.config_tls import is_local
 from kvatlas.dataplane.tls import WrongPart, reason_of
 from kvatlas.errors import EngineError
 from kvatlas.service.http import Headers, Sweeper
@@ -118,7 +119,8 @@ class HttpClient:
         outgoing: Outgoing | None = None,
         headers: Headers | None = None,
     ) -> None:
-        """``outgoing``: how https is spoken; ``headers`` go with each `request`."""
+        """``outgoing``: how https is spoken; ``headers`` go with each `request`, and not in the
+        clear to another machine."""
         self.connect_timeout_s = connect_timeout_s
         self.idle_timeout_s = idle_timeout_s
         self.idle_max = idle_max
@@ -177,6 +179,8 @@ class HttpClient:
             origin = origin_of(f"{parts.scheme}://{parts.netloc}")
         except ValueError as error:
             raise EngineError(f"{method} {url}: {error}: write http[s]://HOST:PORT") from error
+        if self._headers and not origin.secure and not is_local(url):
+            raise EngineError(f"{method} {url}: a token is not sent in the clear: write https://")
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         sink = Collector(size_max)
         try:
