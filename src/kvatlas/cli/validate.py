@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvatlas.cli import calibrate, exactness, parity, replay, stage
+from kvatlas.cli import calibrate, exactness, isolation, parity, replay, stage
 from kvatlas.connectors.vllm_direct import DirectVllm
 from kvatlas.errors import ConfigError
 from kvatlas.validate.predictions import Outcome
@@ -34,6 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     calibrate.add_parser(commands)
     replay.add_parser(commands)
     parity.add_parser(commands)
+    isolation.add_parser(commands)
     stage.add_parser(commands)
 
 
