@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -26,8 +26,6 @@ ALGORITHMS = (
     *("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
     *("ES256", "ES384", "ES512", "Ed25519"),
 )
-QuotaTier = Literal["dram", "disk", "object"]
-QUOTA_TIERS: tuple[QuotaTier, ...] = get_args(QuotaTier)
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # 0: no end
 RotationSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -39,7 +37,8 @@ class TenantsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``public``: a policy file with prompts that all tenants may share. ``session_header``: clients
     may name their session themselves (x-kvatlas-session). ``engine_key_file``: what engines are
-    shown instead of what clients show us.
+    shown instead of what clients show us. ``receipts``: a folder for receipts of purges, without
+    which there are none.
 
     ``jwt_keys``: a key set file (JWKS) with public keys, by which tokens of clients are checked;
     ``jwt_tenant_claim`` holds the tenant's name, or what its ``jwt`` says instead,
@@ -49,6 +48,7 @@ class TenantsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str = ""
     public: str = ""
     session_header: bool = False
+    receipts: str = ""
     engine_key_file: str = ""
     jwt_keys: str = ""
     jwt_issuer: str = ""
@@ -61,6 +61,14 @@ class TenantsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def on(self) -> bool:
         return bool(self.file)
+
+
+class Quotas(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Bytes by tier of a node; None: no limit of its own."""
+
+    dram: Bytes | None = None
+    disk: Bytes | None = None
+    object: Bytes | None = None
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,7 +86,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: Epoch = 0
     rotation_s: RotationSeconds = 0.0
     share: Literal["tenant", "session"] = "tenant"
-    quota_bytes: dict[QuotaTier, Bytes] = {}
+    quota_bytes: Quotas = Quotas()
     ttl_s: Seconds = 0.0
 
 

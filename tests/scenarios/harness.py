@@ -33,6 +33,7 @@ from kvatlas.config import (
     TokenizerConfig,
     WorkerConfig,
 )
+from kvatlas.config_tenants import TenantsConfig
 from kvatlas.connectors.child import Child
 from kvatlas.connectors.stub_cluster import StubCluster
 from kvatlas.connectors.stub_text import TextTokenizer
@@ -138,6 +139,7 @@ class Product:
         keys: KeysConfig | None = None,
         agents: Iterable[AgentConfig] = (),
         ahead: AheadParams | None = None,
+        tenants: TenantsConfig | None = None,
         timing: Timing = QUICK,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -152,6 +154,7 @@ class Product:
             admission=admission or Rules(),
             keys=keys or KeysConfig(),
             ahead=ahead or AheadParams(),
+            tenants=tenants or TenantsConfig(),
         )
         self.timing = timing
         self.port = 0
@@ -181,6 +184,7 @@ class Product:
             metrics=metrics,
             pages=self.assembly.pages(),
             questions=self.assembly.questions(),
+            tenants=self.assembly.tenancy.tenants,
         )
         await self.gateway.start()
         self.port = self.gateway.port

@@ -222,7 +222,8 @@ async def picking(
         product.config, picker=PickerConfig(listen="127.0.0.1:0", **config)
     )
     steering = steer or product.assembly.steering
-    picker = Picker(settings, steering, product.gateway.metrics, limits)
+    tenants = product.assembly.tenancy.tenants
+    picker = Picker(settings, steering, product.gateway.metrics, limits, tenants)
     await picker.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{picker.port}") as channel:

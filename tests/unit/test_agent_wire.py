@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 
 from kvatlas.cli.main import main
 from kvatlas.core.keys import Keyring
+from kvatlas.core.tenancy import Chain
 from kvatlas.errors import EngineError
 from kvatlas.service import agent_socket
 from kvatlas.service import agent_wire as wire
 from kvatlas.service.agent_socket import Peer, Prompt
 
 RING = Keyring(b"s" * 32)
-ROOT = RING.root(b"f" * 32)
+FP = b"f" * 32
+ROOT = RING.root(FP)
 
 
 @given(st.lists(st.binary(max_size=300), max_size=8), st.integers(1, 64))
@@ -67,7 +69,7 @@ def test_frames_have_a_limit() -> None:
 @given(st.lists(st.integers(0, 40), max_size=10))
 def test_keys_do_not_depend_on_how_tokens_come(cuts: list[int]) -> None:
     tokens = array("I", range(sum(cuts))).tobytes()
-    prompt = Prompt(RING, ROOT, 16, "")
+    prompt = Prompt(Chain(RING, FP, 16), 16, "")
     at = 0
     for cut in cuts:
         prompt.extend(tokens[at * 4 : (at + cut) * 4])
@@ -78,7 +80,7 @@ def test_keys_do_not_depend_on_how_tokens_come(cuts: list[int]) -> None:
 
 def test_half_a_token_is_refused() -> None:
     with pytest.raises(EngineError, match="4 bytes"):
-        Prompt(RING, ROOT, 16, "").extend(b"abc")
+        Prompt(Chain(RING, FP, 16), 16, "").extend(b"abc")
 
 
 @pytest.mark.parametrize(

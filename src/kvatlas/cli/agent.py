@@ -21,14 +21,17 @@ import uvloop
 
 from kvatlas.cli import agent_errands as errands
 from kvatlas.cli.output import print_json
-from kvatlas.config import KeysConfig, read, read_secret, size_bytes
+from kvatlas.config import KeysConfig, line_of, read, read_secret, size_bytes
+from kvatlas.config_tls import AdminConfig, AuditConfig, TlsConfig, fault_of
 from kvatlas.core.agent_values import Config
 from kvatlas.core.policy.checkpoints import spacing_of
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.codec import Codec
 from kvatlas.dataplane.tiers.opening import address_of
+from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import ConfigError
 from kvatlas.service import agent_wire as wire
+from kvatlas.service.admin import Safety, safety_of
 from kvatlas.service.agent import NodeAgent, Settings
 from kvatlas.service.agent_peers import CHOICES
 from kvatlas.service.agent_shared import SharedSettings
@@ -40,10 +43,22 @@ _PORT_MAX = 65_535
 T = TypeVar("T")
 
 
-class _KeysOnly(msgspec.Struct):
-    """All that an agent wants of the gateway's file."""
+class _OfAgent(msgspec.Struct):
+    """All that an agent wants of a kvatlas.toml."""
 
     keys: KeysConfig = KeysConfig()
+    tls: TlsConfig = TlsConfig()
+    admin: AdminConfig = AdminConfig()
+    audit: AuditConfig = AuditConfig()
+
+
+_TABLES: dict[str, type[msgspec.Struct]] = {
+    "": _OfAgent,
+    "keys": KeysConfig,
+    "tls": TlsConfig,
+    "admin": AdminConfig,
+    "audit": AuditConfig,
+}
 
 
 _EPILOG = (
@@ -115,7 +130,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=Path,
         metavar="FILE",
         help="kvatlas.toml of the gateway, or any with its keys.secret_file: keys agree only with "
-        "the same secret (default: a secret of this node's own, beside what is on its disk)",
+        "the same secret; its [tls], [admin] and [audit] are this agent's (default: a secret of "
+        "this node's own, beside what is on its disk)",
+    )
+    add(
+        "--tenants",
+        choices=("any", "required"),
+        default="any",
+        help="required: nothing is kept or loaded of requests whose cache salt no gateway with "
+        "[tenants] has made; needs --config (any)",
     )
     _add_tiers(parser)
     _add_shared(parser)
@@ -166,8 +189,9 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
         "--object",
         metavar="URL",
         default="",
-        help="a store that other nodes use too: valkey://HOST:PORT, mooncake://HOST:PORT (the "
-        "master's) or s3://BUCKET; its settings as ?name=value&...; needs --config",
+        help="a store that other nodes use too: valkey://HOST:PORT, valkeys:// with "
+        "TLS, mooncake://HOST:PORT (the master's) or s3://BUCKET; its settings as "
+        "?name=value&...; needs --config",
     )
     add(
         "--peer",
@@ -229,12 +253,23 @@ def run(args: argparse.Namespace) -> int:
         return errands.run(args)
     if not 0 <= args.events_port < _PORT_MAX:
         raise ConfigError(f"--events-port {args.events_port}: no port with another after it")
+    if args.tenants == "required" and args.config is None:
+        raise ConfigError(
+            "--tenants required needs --config: only with the gateway's secret does a salt prove "
+            "anything"
+        )
     rate = args.prefill_tokens_per_s
     if not 0 < rate < math.inf:
         raise ConfigError(f"--prefill-tokens-per-s {rate:g}: tokens per second, above zero")
     disk, disk_bytes = args.disk or (None, 0)
+    safety = _safety(args.config)
     shared = SharedSettings(
-        args.object, tuple(args.peer), args.serve_peers, args.seek_s, args.peer_transport
+        args.object,
+        tuple(args.peer),
+        args.serve_peers,
+        args.seek_s,
+        args.peer_transport,
+        safety.trust,
     )
     through = ((Tier.DISK, disk is not None), (Tier.OBJECT, bool(args.object)))
     settings = Settings(
@@ -251,6 +286,8 @@ def run(args: argparse.Namespace) -> int:
         events_port=args.events_port,
         prefill_tokens_per_s=rate,
         seal_keys=args.seal_keys,
+        tenants_required=args.tenants == "required",
+        safety=safety,
         agent=Config(
             write_through=tuple(tier for tier, wanted in through if wanted), spacing=args.points
         ),
@@ -280,10 +317,22 @@ async def _serve(settings: Settings) -> int:
     return 0
 
 
+def _safety(config: Path | None) -> Safety:
+    """Raises ConfigError for files that cannot be used."""
+    if config is None:
+        return Safety()
+    text, told = read(config, _OfAgent, _TABLES)
+    place, fault = fault_of(told.tls)
+    if fault:
+        raise ConfigError(f"{config}:{line_of(text, place)}: {fault}")
+    trust = Trust(told.tls, "agent") if told.tls.on else None
+    return safety_of(told.admin, told.audit, trust, "agent", closed=trust is not None)
+
+
 def _secret(config: Path | None, disk: Path | None, *, shares: bool) -> bytes:
     """The deployment's, else this node's own, which must last as long as what is on its disk."""
     if config is not None:
-        secret_file = read(config, _KeysOnly, {"keys": KeysConfig})[1].keys.secret_file
+        secret_file = read(config, _OfAgent, _TABLES)[1].keys.secret_file
         if not secret_file:
             raise ConfigError(f"{config}: has no keys.secret_file, which is what --config is for")
         return read_secret(Path(secret_file), "keys.secret_file")

@@ -17,13 +17,18 @@ import uvloop
 from kvatlas import __version__
 from kvatlas.cli.files import allow_files
 from kvatlas.config import AgentConfig, Config, WorkerConfig, load
-from kvatlas.errors import ConfigError
+from kvatlas.config_tls import is_local
+from kvatlas.errors import ConfigError, RequestError
+from kvatlas.service.admin import Safety, safety_of
 from kvatlas.service.assembly import Assembly
+from kvatlas.service.audit import Audit
 from kvatlas.service.cluster_metrics import ClusterMetrics
 from kvatlas.service.gateway import Gateway, Page, Question
 from kvatlas.service.http_client import origin_of
 from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.steer import Steer
+from kvatlas.service.tenants import Tenants
+from kvatlas.service.trust_metrics import trust_problems
 
 if TYPE_CHECKING:
     from kvatlas.service.picker import Picker
@@ -69,15 +74,20 @@ def run(args: argparse.Namespace) -> int:
 
 async def _serve(path: Path, config: Config) -> int:
     assembly = Assembly(config)
+    closed = config.tls.on or config.tenants.on
+    safety = safety_of(config.admin, config.audit, assembly.trust, "gateway", closed=closed)
+    guard = safety.guard
+    assembly.steering.health_parts.append(lambda: trust_problems(guard, assembly.trust))
     hangup = asyncio.Event()  # from now on it does not end the process any more
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
     await assembly.start()
     reloading = asyncio.create_task(
-        _reload_on_hangup(path, assembly, hangup), name="reload on SIGHUP"
+        _reload_on_hangup(path, assembly, hangup, guard.audit), name="reload on SIGHUP"
     )
     metrics = GatewayMetrics()
     metrics.registry.register(ClusterMetrics(assembly))
-    picker = new_picker(config, assembly.steering, metrics)
+    tenants = assembly.tenancy.tenants
+    picker = new_picker(config, assembly.steering, metrics, tenants)
     try:
         return await serve(
             config,
@@ -86,14 +96,20 @@ async def _serve(path: Path, config: Config) -> int:
             pages=assembly.pages(),
             questions=assembly.questions(),
             picker=picker,
+            tenants=tenants,
+            safety=safety,
         )
     finally:
         reloading.cancel()
         await asyncio.gather(reloading, return_exceptions=True)
         await assembly.close()
+        if guard.audit is not None:
+            guard.audit.close()
 
 
-def new_picker(config: Config, steer: Steer, metrics: GatewayMetrics) -> Picker | None:
+def new_picker(
+    config: Config, steer: Steer, metrics: GatewayMetrics, tenants: Tenants | None = None
+) -> Picker | None:
     """The endpoint picker, where one is wanted. Raises ConfigError where gRPC is not there."""
     if not config.picker.listen:
         return None
@@ -103,10 +119,12 @@ def new_picker(config: Config, steer: Steer, metrics: GatewayMetrics) -> Picker 
         raise ConfigError(
             f"picker.listen needs more packages ({error}): pip install 'kvatlas[picker]'"
         ) from error
-    return Server(config, steer, metrics)
+    return Server(config, steer, metrics, tenants=tenants)
 
 
-async def _reload_on_hangup(path: Path, assembly: Assembly, asked: asyncio.Event) -> None:
+async def _reload_on_hangup(
+    path: Path, assembly: Assembly, asked: asyncio.Event, audit: Audit | None
+) -> None:
     """A file that cannot be used is said on stderr and changes nothing."""
     while True:
         await asked.wait()
@@ -114,8 +132,10 @@ async def _reload_on_hangup(path: Path, assembly: Assembly, asked: asyncio.Event
         try:
             config = load(path)
             check_workers(config)
+            if audit is not None:
+                audit.changing("SIGHUP", "reload", str(path))
             await assembly.reload(config)
-        except ConfigError as error:
+        except (ConfigError, RequestError) as error:
             print(f"kvatlas: not reloaded: {error}", file=sys.stderr, flush=True)
         except Exception:  # one reload that went wrong must not end those to come
             log.exception("not reloaded: a fault of ours")
@@ -142,9 +162,20 @@ async def serve(
     pages: Mapping[str, Page] | None = None,
     questions: Mapping[str, Question] | None = None,
     picker: Picker | None = None,
+    tenants: Tenants | None = None,
+    safety: Safety | None = None,
 ) -> int:
     """Runs the gateway until SIGTERM or SIGINT, then drains it. Returns the exit status."""
-    gateway = Gateway(config.gateway, steer, metrics=metrics, pages=pages, questions=questions)
+    gateway = Gateway(
+        config.gateway,
+        steer,
+        metrics=metrics,
+        pages=pages,
+        questions=questions,
+        tenants=tenants,
+        trust=safety.trust if safety is not None else None,
+        guard=safety.guard if safety is not None else None,
+    )
     try:
         await gateway.start()
     except OSError as error:
@@ -157,7 +188,12 @@ async def serve(
             raise
     asked, again = _watch_signals()
     workers = ", ".join(f"{worker.name} {worker.url}" for worker in config.worker)
-    url = f"http://{config.gateway.host}:{gateway.port}"
+    url = f"{'http' if gateway.door is None else 'https'}://{config.gateway.host}:{gateway.port}"
+    if safety is not None and safety.guard.open and not is_local(url):
+        print(
+            "kvatlas: whoever reaches this address can read its pages: see [admin] and [tls]",
+            file=sys.stderr,
+        )
     print(f"kvatlas {__version__} on {url} for {len(config.worker)} worker(s): {workers}")
     if picker is not None:
         print(f"kvatlas: endpoint picker on port {picker.port}")

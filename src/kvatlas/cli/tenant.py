@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tomlkit
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +19,7 @@ from rich.table import Table
 from kvatlas.cli.output import print_json
 from kvatlas.config import Config, read_secret, size_bytes
 from kvatlas.config import load as load_config
-from kvatlas.config_tenants import QUOTA_TIERS, Tenant, digest_of
+from kvatlas.config_tenants import Quotas, Tenant, TenantsFile, digest_of
 from kvatlas.core.keys import Keyring
 from kvatlas.core.tenancy import checked_name, tag_of
 from kvatlas.errors import ConfigError
@@ -52,6 +53,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     one.add_argument("name")
     one.add_argument("--json", action="store_true")
     _add_set(_add(what, "set", "make or change a tenant", _set))
+    from kvatlas.cli import tenant_purge  # noqa: PLC0415 - it changes the file by what is here
+
+    tenant_purge.add_parsers(what)
 
 
 def _add(
@@ -73,7 +77,7 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
     add("--rotation", metavar="TIME", help="new salts so often (12h); 0: never")
     add("--raise-epoch", action="store_true", help="what it has cached is not found any more")
     add("--ttl", metavar="TIME", help="how long what it has cached is kept (7d); 0: no end")
-    for tier in QUOTA_TIERS:
+    for tier in Quotas.__struct_fields__:
         add(f"--{tier}", metavar="SIZE", help=f"what it may hold in {tier} of each node; none")
 
 
@@ -101,7 +105,7 @@ def _get(args: argparse.Namespace) -> int:
     return 0
 
 
-def opened(path: Path) -> tuple[Config, tenants.TenantsFile]:
+def opened(path: Path) -> tuple[Config, TenantsFile]:
     """A kvatlas.toml and the tenants that it names. Raises ConfigError."""
     config = load_config(path)
     if not config.tenants.on:
@@ -109,7 +113,7 @@ def opened(path: Path) -> tuple[Config, tenants.TenantsFile]:
     return config, tenants.load(Path(config.tenants.file))
 
 
-def one_of(file: tenants.TenantsFile, name: str) -> Tenant:
+def one_of(file: TenantsFile, name: str) -> Tenant:
     """The tenant of that name, in whatever form it is written. Raises ConfigError."""
     wanted = _name(name)
     for tenant in file.tenant:
@@ -139,7 +143,7 @@ def _shown(ring: Keyring, tenant: Tenant) -> dict[str, Any]:
         "share": tenant.share,
         "epoch": tenant.epoch,
         "rotation_s": tenant.rotation_s,
-        "quota_bytes": tenant.quota_bytes,
+        "quota_bytes": msgspec.to_builtins(tenant.quota_bytes),
         "ttl_s": tenant.ttl_s,
     }
 
@@ -196,7 +200,7 @@ def _change(args: argparse.Namespace, tenant: dict[str, Any], made: str) -> None
             tenant[option] = _seconds(given)
     if args.raise_epoch:
         tenant["epoch"] = int(tenant.get("epoch", 0)) + 1
-    for tier in QUOTA_TIERS:
+    for tier in Quotas.__struct_fields__:
         size = getattr(args, tier)
         if size is not None:
             quotas = tenant.setdefault("quota_bytes", tomlkit.inline_table())

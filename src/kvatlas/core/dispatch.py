@@ -200,7 +200,7 @@ class Dispatcher:
         self.directory = directory
         self.router = router
         self._rules = rules or Rules()
-        self._keyring = keyring
+        self.keyring = keyring
         self._taps: list[Tap] = [] if tap is None else [tap]
         self._now = 0.0
         self._layouts: dict[Publisher, tuple[Layout, bytes]] = {}
@@ -309,9 +309,9 @@ class Dispatcher:
         """Keys of the prompt's blocks that matter to this engine (`Layout.asked_blocks`).
         ``tokens`` are uint32 ids, little endian. Raises KeyError for one that did not join."""
         layout, fingerprint = self._layouts[publisher]
-        root = self._keyring.root(fingerprint, scope, adapter)
+        root = self.keyring.root(fingerprint, scope, adapter)
         size_bytes = layout.asked_blocks(len(tokens) // 4) * layout.grid_tokens * 4
-        return self._keyring.chain(root, memoryview(tokens)[:size_bytes], layout.grid_tokens)
+        return self.keyring.chain(root, memoryview(tokens)[:size_bytes], layout.grid_tokens)
 
     def keys_below(
         self, publisher: Publisher, tokens: bytes, sharing: Sharing, adapter: str = ""
@@ -319,7 +319,7 @@ class Dispatcher:
         """The same blocks' keys as agents make them."""
         layout, fingerprint = self._layouts[publisher]
         size_bytes = layout.asked_blocks(len(tokens) // 4) * layout.grid_tokens * 4
-        chain = Chain(self._keyring, fingerprint, layout.grid_tokens, sharing, adapter)
+        chain = Chain(self.keyring, fingerprint, layout.grid_tokens, sharing, adapter)
         return chain.extend(memoryview(tokens)[:size_bytes])
 
     def _decide(self, event: Question) -> Decision:

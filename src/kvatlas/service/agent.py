@@ -20,7 +20,7 @@ import msgspec
 from kvatlas.core import agent_values as words
 from kvatlas.core.agent import Agent
 from kvatlas.core.compat import Member, not_shared, why_not
-from kvatlas.core.keys import Keyring, tenant_scope
+from kvatlas.core.keys import Keyring
 from kvatlas.core.ledger import Ledger
 from kvatlas.core.ledger_values import Limits
 from kvatlas.core.policy.registry import make_policy
@@ -35,6 +35,7 @@ from kvatlas.dataplane.tiers.disk import DiskStore
 from kvatlas.dataplane.tiers.dram import DramStore
 from kvatlas.errors import ConfigError, EngineError
 from kvatlas.service import agent_wire as wire
+from kvatlas.service.admin import Safety
 from kvatlas.service.agent_driver import Driver
 from kvatlas.service.agent_errands import Errands
 from kvatlas.service.agent_front import Front, Served
@@ -42,8 +43,9 @@ from kvatlas.service.agent_loads import Engine
 from kvatlas.service.agent_member import member_of
 from kvatlas.service.agent_pages import Pages
 from kvatlas.service.agent_pulls import Pulls
+from kvatlas.service.agent_purge import Purges
 from kvatlas.service.agent_shared import Place, SharedSettings, opened
-from kvatlas.service.agent_socket import Peer, Prompt, ended, listen, process_of
+from kvatlas.service.agent_socket import Peer, Prompt, UnprovedError, ended, listen, process_of
 from kvatlas.service.agent_status import own_tiers
 from kvatlas.service.rdma_ports import INFINIBAND, read_ports
 
@@ -79,7 +81,9 @@ class Settings(msgspec.Struct, frozen=True):
     events_port: int = 0  # and at the next one it can be asked for again; 0: at free ones
     prefill_tokens_per_s: float = 8000.0
     infiniband: Path = INFINIBAND
+    tenants_required: bool = False  # of a salt that proves none, nothing is kept or loaded
     seal_keys: Path | None = None
+    safety: Safety = Safety()
 
 
 class NodeAgent:
@@ -133,6 +137,7 @@ class NodeAgent:
             status=self.status,
             problems=self._problems,
             ports=lambda: read_ports(settings.infiniband),
+            safety=settings.safety,
         )
 
     async def __aenter__(self) -> NodeAgent:
@@ -171,6 +176,7 @@ class NodeAgent:
             given=given,
         )
         self.front.pulls = Pulls(self._ring, self.errands, self._core, self._life())
+        self.front.purges = Purges(self._ring, self._core, self._driver, self.front, self._life())
         self.counts["found"] = self._driver.found()
         try:
             self._listener = listen(self.settings.path)
@@ -295,6 +301,9 @@ class NodeAgent:
                     raise EngineError(f"checksums have {SUM_BYTES} bytes")
                 read = {name: checksum_int(checksum) for name, checksum in sums}
                 self.driver.saved(peer.name, op, read)
+            case wire.Look() | wire.Take() | wire.Give() if self.settings.tenants_required:
+                self.counts["salts_refused"] += 1
+                raise EngineError("pages do not say whose they are: --tenants required")
             case wire.Look() | wire.Take() | wire.Give():
                 answer = self._pages.answer(peer.name, peer.member, message)
                 if answer is not None:
@@ -355,11 +364,12 @@ class NodeAgent:
     # -- requests -------------------------------------------------------------------------------
 
     def _want(self, peer: Peer, member: Member, want: wire.Want) -> None:
-        scope = tenant_scope(want.scope)
-        fingerprint = self.driver.loads.engines[peer.name].fingerprint
-        root = self._ring.root(fingerprint, scope, want.adapter)
-        prompt = Prompt(self._ring, root, member.layout.grid_tokens, want.scope)
-        prompt.extend(want.tokens)
+        try:
+            prompt = Prompt.of(self._ring, member, want, proved=self.settings.tenants_required)
+        except UnprovedError as error:
+            self.counts["salts_refused"] += 1
+            peer.send(wire.Staged(want.request, want.local_tokens, why=str(error)))
+            return
         peer.prompts[want.request] = prompt
         if len(peer.prompts) > REQUESTS_MAX:
             peer.prompts.popitem(last=False)
@@ -373,7 +383,7 @@ class NodeAgent:
             want.deadline_s,
             prompt.tenant,
         )
-        self._seek(peer, fingerprint, ask)
+        self._seek(peer, member.fingerprint.digest(), ask)
 
     def _seek(self, peer: Peer, fingerprint: bytes, ask: words.Ask) -> None:
         """Look in shared tiers for what goes on where the node's own end."""

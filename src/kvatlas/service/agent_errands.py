@@ -16,8 +16,9 @@ import msgspec
 from kvatlas.core import agent_values as words
 from kvatlas.core.agent import Agent
 from kvatlas.core.compat import Member
-from kvatlas.core.keys import KEY_BYTES, Keyring, tenant_scope
+from kvatlas.core.keys import KEY_BYTES, Keyring
 from kvatlas.core.records import Tier
+from kvatlas.core.tenancy import sharing_of
 from kvatlas.core.units import Part, name_of
 from kvatlas.errors import EngineError
 from kvatlas.service import agent_wire as wire
@@ -135,6 +136,8 @@ class Errands:
     def _errand(self, asked: wire.Errand) -> dict[str, object]:
         self._tidy()
         worker, member, keys = self._meant(asked)
+        owner = sharing_of(self._ring, asked.scope).scope.id  # of keys it is told as that
+        asked = msgspec.structs.replace(asked, scope=owner)
         tokens, by_tier = self._core.depths(worker, keys)
         if not tokens and asked.what != "where":
             raise EngineError(
@@ -257,11 +260,7 @@ class Errands:
             raise EngineError("either tokens or keys say which prompt, not both")
         keys = list(asked.keys)
         if asked.tokens:
-            scope = tenant_scope(asked.scope)
-            root = self._ring.root(member.fingerprint.digest(), scope, asked.adapter)
-            prompt = Prompt(self._ring, root, member.layout.grid_tokens, asked.scope)
-            prompt.extend(asked.tokens)
-            keys = prompt.keys
+            keys = Prompt.of(self._ring, member, asked).keys
         if not keys:
             grid = member.layout.grid_tokens
             raise EngineError(f"a prompt of at least one block ({grid} tokens) is wanted")

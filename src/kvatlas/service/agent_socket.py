@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvatlas.core.compat import Member
 from kvatlas.core.keys import Keyring
+from kvatlas.core.tenancy import Chain, sharing_of
 from kvatlas.errors import ConfigError, EngineError
 from kvatlas.service import agent_wire as wire
 
@@ -20,17 +21,43 @@ WAITING_MAX = 1024  # connections not taken yet: all engines of a node may start
 GONE_S = 60.0  # how long a process may live on after its connection ended
 
 
+class UnprovedError(EngineError):
+    """A request whose salt does not say whose it is, where that is asked for."""
+
+
 class Prompt:
     """A request of an engine, as far as its tokens are known here."""
 
-    def __init__(self, ring: Keyring, root: bytes, grid_tokens: int, tenant: str) -> None:
-        self._ring = ring
+    def __init__(self, chain: Chain, grid_tokens: int, owner: str) -> None:
+        """``owner``: whose what is not public of it is, by the id of the scope."""
+        self._chain = chain
         self._grid = grid_tokens
-        self._parent = root
         self._rest = b""
-        self.tenant = tenant
+        self.tenant = owner
         self.count = 0
         self.keys: list[bytes] = []
+
+    @classmethod
+    def of(
+        cls,
+        ring: Keyring,
+        member: Member,
+        asked: wire.Want | wire.Errand,
+        *,
+        proved: bool = False,
+    ) -> Prompt:
+        """With all tokens that are known; who shares it is read from its salt. Raises EngineError,
+        where it must be ``proved`` whose it is and is not."""
+        if len(asked.tokens) % 4:
+            raise EngineError("token ids have 4 bytes each")
+        sharing = sharing_of(ring, asked.scope).of(ring, asked.tokens)
+        if proved and not sharing.tenant:
+            raise UnprovedError("its cache salt proves no tenant (--tenants required)")
+        grid = member.layout.grid_tokens
+        chain = Chain(ring, member.fingerprint.digest(), grid, sharing, asked.adapter)
+        prompt = cls(chain, grid, sharing.scope.id)
+        prompt.extend(asked.tokens)
+        return prompt
 
     def extend(self, tokens: bytes) -> None:
         """More token ids, 4 bytes each. Raises EngineError for half ones."""
@@ -41,9 +68,7 @@ class Prompt:
         whole = len(data) // (4 * self._grid) * 4 * self._grid
         self._rest = bytes(data[whole:])
         if whole:
-            made = self._ring.chain(self._parent, data[:whole], self._grid)
-            self._parent = made[-1]
-            self.keys += made
+            self.keys += self._chain.extend(data[:whole])
 
 
 class Peer:

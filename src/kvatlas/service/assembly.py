@@ -26,6 +26,7 @@ from kvatlas.core.keys import Keyring
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher
 from kvatlas.core.router import BLIND, Params, Router
+from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import ConfigError, LayoutError, RequestError
 from kvatlas.service.agents import Agents
 from kvatlas.service.ahead import CopiesAhead
@@ -33,6 +34,7 @@ from kvatlas.service.chat_messages import Dialect
 from kvatlas.service.decision_log import DecisionLog, explain
 from kvatlas.service.engines import TIMING, Engines, Timing, Worker
 from kvatlas.service.feed import Feed
+from kvatlas.service.feed_socket import new_curve
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.identity import (
     UNKNOWN,
@@ -42,9 +44,12 @@ from kvatlas.service.identity import (
     told_layout,
 )
 from kvatlas.service.inspection import Inspector, sizes
+from kvatlas.service.purge import purger_of
 from kvatlas.service.recording import Recorder
 from kvatlas.service.steer import Inbound
 from kvatlas.service.steering import Problems, Rank, Steering
+from kvatlas.service.tenancy import Tenancy
+from kvatlas.service.tls import to_agents, to_engines
 from kvatlas.service.tokens import Tokenizer
 from kvatlas.service.transport_watch import TransportWatch
 from kvatlas.service.verify import Endpoint
@@ -87,7 +92,9 @@ class Assembly:
             self._proofs += load_proofs(file)
         for worker in config.worker:
             configured_layout(worker)
-        self.client = HttpClient()
+        self.trust = trust = Trust(config.tls, "gateway") if config.tls.on else None
+        self.client = HttpClient(outgoing=to_engines(trust) if trust is not None else None)
+        self.agents_client = HttpClient(outgoing=to_agents(trust) if trust is not None else None)
         self._keyring = keyring
         self.directory = Directory(keyring, limits)
         self.log = DecisionLog(config.router.explain_max, config.router.decision_log)
@@ -103,15 +110,17 @@ class Assembly:
             self.directory, Router(params), keyring, rules=rules, tap=self.recorder
         )
         if self.recorder is not None:
-            self.recorder.keys_of = self.dispatcher.keys
+            self.recorder.keys_of = self.dispatcher.keys_below
         self._clock = clock
+        self.tenancy = Tenancy(config, keyring, self.tokenizer)
+        tokens, salts = self.tokenizer, self.tenancy.salts
         self.steering = Steering(
-            dispatcher=self.dispatcher, log=self.log, tokens=self.tokenizer, clock=clock
+            dispatcher=self.dispatcher, log=self.log, tokens=tokens, salts=salts, clock=clock
         )
         self.steering.health_parts.append(self._problems)
         self.steering.health_notes.append(self._notes)
         self.inspector = Inspector(self.steering, self.directory)
-        self.ahead = CopiesAhead(config.ahead, self.dispatcher, keyring, self.client, clock)
+        self.ahead = CopiesAhead(config.ahead, self.dispatcher, keyring, self.agents_client, clock)
         self.transports = TransportWatch(self.steering.transports, self.timing)
         self.layout_errors: dict[str, str] = {}
         self.members: dict[str, Member] = {}  # worker → what it computes with
@@ -124,19 +133,22 @@ class Assembly:
     async def start(self) -> None:
         """Begin to watch the engines, and wait a moment for the first answers."""
         self.steering.draining = _draining(self.config)
-        self.feed = Feed(self.dispatcher, limits=self._feed_limits)
+        curve = new_curve() if self.trust is not None else None
+        self.feed = Feed(self.dispatcher, limits=self._feed_limits, curve=curve)
         self.engines = Engines(self.feed, self, self.client, self.timing)
         self.steering.quiet = self.engines.quiet_s
         for worker in self.config.worker:
             self.engines.add(worker)
         self.agents = Agents(
             self.feed,
-            self.client,
+            self.agents_client,
             tell=self.steering.tell,
             ranks=self._ranks,
             timing=self.timing,
         )
         self.ahead.agents = self.agents
+        self.tenancy.purger = purger_of(self)
+        await self.tenancy.start()
         await self.agents.take(self.config.agent)
         await self.engines.first_look(_FIRST_LOOK_S)
         self._copy_state()
@@ -160,6 +172,7 @@ class Assembly:
             if name not in self.engines.workers:
                 self.engines.add(worker)
         await self.agents.take(config.agent)
+        await self.tenancy.refresh()
 
     async def close(self) -> None:
         """Ends every task and socket."""
@@ -168,6 +181,7 @@ class Assembly:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+        await self.tenancy.close()
         await self.ahead.close()
         await self.agents.close()
         await self.engines.close()
@@ -175,6 +189,7 @@ class Assembly:
         if self.tokenizer is not None:
             await self.tokenizer.close()
         await self.client.close()
+        await self.agents_client.close()
         self.log.close()
         if self.recorder is not None:
             self.recorder.close()
@@ -308,7 +323,7 @@ class Assembly:
 
     def questions(self) -> dict[str, Callable[[Inbound], Awaitable[object]]]:
         """The gateway's POST paths beside the API."""
-        return {"/kvatlas/inspect": self.inspector.inspect}
+        return {"/kvatlas/inspect": self.inspector.inspect} | self.tenancy.questions()
 
     async def page_explain(self, request_id: str) -> object:
         """GET /kvatlas/explain/<request-id>, or "last"."""
@@ -411,6 +426,7 @@ class Assembly:
         problems: Problems = {
             "engine_down": {w.name: w.error for w in workers if not w.up},
             "layout": dict(self.layout_errors),
+            "tenants": self.tenancy.problems(),
             "agent_down": self.agents.down(),
             "transport_degraded": self.transports.problems(),
             "agent_apart": self.agents.strangers(self._members_up(), self._keyring),

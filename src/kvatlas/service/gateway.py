@@ -17,14 +17,19 @@ import math
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import unquote
 
 import kvatlas
 from kvatlas.config import DAY_S, GatewayConfig
+from kvatlas.config_tls import AdminConfig, Right
 from kvatlas.core.ladder import Fallback
+from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import RequestError
 from kvatlas.service import body as bodies
+from kvatlas.service import isolation
+from kvatlas.service.admin import Guard
 from kvatlas.service.http import Headers, Limits, Request, envelope
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.http_reply import JSON, Reply
@@ -32,7 +37,11 @@ from kvatlas.service.http_server import HttpServer
 from kvatlas.service.ladder import fell, within
 from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.relay import CLIENT_CLOSED, Relay
+from kvatlas.service.salts import SALT_HEADER
 from kvatlas.service.steer import Inbound, Route, Steer
+from kvatlas.service.tenants import Tenants
+from kvatlas.service.tls import Door, to_engines
+from kvatlas.service.trust_metrics import TrustMetrics
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +55,10 @@ Question = Callable[[Inbound], Awaitable[object]]
 USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
 JSON_PATHS = (*USAGE_PATHS, "/v1/embeddings", "/v1/responses", "/v1/messages")
 
-_SALT = "x-kvatlas-cache-salt"
+_PROBES = ("/health", "/ready")  # anybody may ask them
+_FIGURES = ("/metrics", "/version")
+_ASKED_ONLY = ("/kvatlas/inspect",)  # by POST, and nothing is changed
+
 TTFT_SLO_HEADER = "x-slo-ttft-ms"
 DEADLINE_HEADER = "x-kvatlas-deadline-ms"
 _NUMBER = re.compile(r"\d{1,18}(\.\d{1,18})?", re.ASCII)
@@ -68,20 +80,33 @@ class Gateway:
         pages: Mapping[str, Page] | None = None,
         questions: Mapping[str, Question] | None = None,
         limits: Limits | None = None,
+        trust: Trust | None = None,
+        guard: Guard | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
+        """``trust``: TLS, to both sides; ``guard``: of ``pages`` and ``questions``, else open;
+        ``tenants``: who may use the API, else everybody."""
         self.config = config
+        self._trust = trust
+        self._guard = guard or Guard(AdminConfig(), closed=False)
+        self._tenants = tenants
         self._questions = dict(questions or {})
         self.metrics = metrics or GatewayMetrics()
         self._steer = steer
         self._client = HttpClient(
             connect_timeout_s=config.connect_timeout_s,
             idle_timeout_s=config.engine_idle_timeout_s,
+            outgoing=to_engines(trust) if trust is not None else None,
         )
         self._server = HttpServer(
             self._handle,
             limits
             or Limits(body_bytes_max=config.max_body_bytes, connections_max=config.max_connections),
+            trust,
         )
+        door = self._server.door
+        counts = (lambda: door.counts) if door is not None else Counter[str]
+        self.metrics.registry.register(TrustMetrics(self._guard, trust, counts))
         self._pages: dict[str, Page] = {
             "/health": self._health,
             "/ready": self._ready,
@@ -93,6 +118,11 @@ class Gateway:
     @property
     def port(self) -> int:
         return self._server.port
+
+    @property
+    def door(self) -> Door | None:
+        """Where it listens with TLS."""
+        return self._server.door
 
     async def start(self) -> None:
         """Listens. Raises OSError when the address cannot be had."""
@@ -122,16 +152,23 @@ class Gateway:
         request_id = request_id_of(request)
         status = CLIENT_CLOSED
         try:
+            if self._trust is not None and self._trust.config.clients_ca and not request.proved:
+                text = "a client certificate is wanted here (tls.clients_ca)"
+                raise RequestError(text, status=401, code="not_known")
             if request.method == "OPTIONS":
                 status = 204
                 reply.send(status, [(b"allow", b"GET, HEAD, POST, OPTIONS")])
             elif path == "/v1/models" or path.startswith("/v1/models/"):
                 endpoint, status = "/v1/models", 200
+                if self._tenants is not None:
+                    self._tenants.admit(request.headers)
                 reply.send_json(200, self._models(request, path))
             else:
                 status = await self._relay(request, reply, request_id, started_s)
         except RequestError as error:
             status = error.status
+            if status in (401, 403):
+                self.metrics.refused(error.code)
             _refuse(reply, error, request_id)
         except Exception:  # ours: the server logs it and answers
             status = 500
@@ -159,7 +196,7 @@ class Gateway:
         if self._server.draining:
             raise RequestError("the gateway is shutting down", status=503, code="shutting_down")
         path = request.path
-        inbound = inbound_of(request, request_id, self.config)
+        inbound = inbound_of(request, request_id, self.config, self._tenants)
         reads_usage = path in USAGE_PATHS
         ends_at_s = request.arrived_s + inbound.deadline_s
         try:
@@ -193,6 +230,7 @@ class Gateway:
             streams=inbound.body.get("stream") is True,
             withhold=withhold,
             prefill_timeout_s=self.config.prefill_timeout_s,
+            credentials=self._tenants.for_engines if self._tenants is not None else None,
         )
         await relay.run()
         return relay.status
@@ -211,6 +249,8 @@ class Gateway:
                 return
             if known and request.method not in allowed:
                 raise _not_allowed(request.method, path)
+            if known and path not in _PROBES:
+                self._guard.admit(request, right_for(path, asks=question is not None))
             if question is not None:
                 answer = await question(_asked(request, request_id))
             elif page is not None:
@@ -221,6 +261,8 @@ class Gateway:
         except RequestError as error:
             _refuse(reply, error, request_id)
             return
+        if path in _PROBES and not self._guard.may(request, "read"):
+            answer = _barely(answer)
         if isinstance(answer, _Status):
             reply.send_json(answer.status, answer.body)
         elif isinstance(answer, bytes | str):
@@ -278,14 +320,33 @@ class _Status:
         self.status, self.body = status, body
 
 
+def right_for(path: str, *, asks: bool) -> Right:
+    """What it takes to use a page; ``asks``: it takes a body, and changes things unless known."""
+    if path in _FIGURES:
+        return "metrics"
+    return "change" if asks and path not in _ASKED_ONLY else "read"
+
+
+def _barely(answer: object) -> object:
+    """For probes: whether, and not why."""
+    inner = answer.body if isinstance(answer, _Status) else answer
+    assert isinstance(inner, dict)
+    bare = {name: inner[name] for name in ("status", "ready")}
+    return _Status(answer.status, bare) if isinstance(answer, _Status) else bare
+
+
 def request_id_of(request: Request) -> str:
     """The client's own where it can be one, else a fresh one."""
     given = request.header("x-request-id")
     return given if _ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
 
-def inbound_of(request: Request, request_id: str, config: GatewayConfig) -> Inbound:
-    """A request of the API as `Steer` is asked. Raises RequestError for what can be none."""
+def inbound_of(
+    request: Request, request_id: str, config: GatewayConfig, tenants: Tenants | None
+) -> Inbound:
+    """A request of the API as `Steer` is asked; ``tenants``: whose it must be. Raises RequestError
+    for what can be none."""
+    caller = tenants.admit(request.headers) if tenants is not None else None
     path = request.path
     lower = path.lower()
     if "/.." in lower or "%2e" in lower:
@@ -295,6 +356,9 @@ def inbound_of(request: Request, request_id: str, config: GatewayConfig) -> Inbo
     inbound = _asked(request, request_id, path in JSON_PATHS or _is_json(request))
     inbound.ttft_slo_s = _seconds(inbound.headers, TTFT_SLO_HEADER, config.ttft_slo_s)
     inbound.deadline_s = _seconds(inbound.headers, DEADLINE_HEADER, config.deadline_s)
+    if tenants is not None and caller is not None:
+        tenants.check(request, inbound.body)
+        inbound.tenant = caller.salt
     return inbound
 
 
@@ -333,7 +397,14 @@ async def routed(
     """Chooses and counts: the route, what the engine gets, and whether the usage event is to be
     kept from the client. ``usage``: its answer is read for it. Raises RequestError as
     `Steer.choose`."""
-    body, withhold = _engine_body(request, inbound, usage)
+    if (
+        inbound.tenant is None
+        and inbound.headers.get(SALT_HEADER)
+        and request.body
+        and not inbound.body
+    ):
+        text = f"{SALT_HEADER} needs a JSON body to be written into"
+        raise RequestError(text, code="salt_without_json", param="cache_salt")
     if bodies.asks_for_report(inbound.body):
         metrics.unreportable()
     if bodies.pairs_itself(inbound.body):
@@ -350,19 +421,24 @@ async def routed(
         fell(route, metrics, Fallback("lookup", route.unkeyed, "by_load", cost_s=route_s))
     if route.whole:
         fell(route, metrics, Fallback("pair", route.whole, "engine"))
+    body, withhold = _engine_body(request, inbound, route, usage)
     return route, body, withhold
 
 
-def _engine_body(request: Request, inbound: Inbound, usage: bool) -> tuple[bytes, bool]:
+def _engine_body(
+    request: Request, inbound: Inbound, route: Route, usage: bool
+) -> tuple[bytes, bool]:
     """What the engine gets, and whether the usage event is to be kept from the client."""
     fields: dict[str, object] = {}
-    salt = inbound.headers.get(_SALT, "")
-    if salt and request.body:
-        if not inbound.body:
-            text = f"{_SALT} needs a JSON body to be written into"
-            raise RequestError(text, code="salt_without_json", param="cache_salt")
-        if inbound.body.get("cache_salt") != salt:
-            fields["cache_salt"] = salt
+    left_out: tuple[str, ...] = ()
+    if bodies.pairs_itself(inbound.body):
+        left_out += bodies.PAIRING_FIELDS
+    if inbound.tenant is not None:
+        left_out += isolation.FIELDS
+        fields |= isolation.fields_for(request.path) | {"cache_salt": route.salt}
+    chosen = inbound.headers.get(SALT_HEADER) if inbound.tenant is None and request.body else ""
+    if chosen and inbound.body.get("cache_salt") != chosen:
+        fields["cache_salt"] = chosen
     if bodies.asks_for_report(inbound.body):
         fields["vllm_xargs"] = bodies.without_report(request.body)
     withhold = False
@@ -372,15 +448,11 @@ def _engine_body(request: Request, inbound: Inbound, usage: bool) -> tuple[bytes
         if not asked and (options is None or isinstance(options, dict)):
             fields["stream_options"] = bodies.with_usage(options, request.body)
             withhold = True
-    if bodies.pairs_itself(inbound.body):
-        raw = bodies.edited(request.body, fields, bodies.PAIRING_FIELDS)
-    elif fields:
-        raw = bodies.splice(request.body, inbound.body, fields)
-    else:
-        return request.body, False
-    if salt:
-        inbound.body["cache_salt"] = salt
-    return raw, withhold
+    if left_out:
+        return bodies.edited(request.body, fields, left_out), withhold
+    if fields:
+        return bodies.splice(request.body, inbound.body, fields), withhold
+    return request.body, False
 
 
 def _not_allowed(method: str, path: str) -> RequestError:
@@ -389,6 +461,8 @@ def _not_allowed(method: str, path: str) -> RequestError:
 
 def _refuse(reply: Reply, error: RequestError, request_id: str) -> None:
     headers: Headers = [JSON, (b"x-request-id", request_id.encode())]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     if error.retry_after_s:
         headers.append((b"retry-after", b"%d" % error.retry_after_s))
     body = envelope(str(error), status=error.status, code=error.code, param=error.param)

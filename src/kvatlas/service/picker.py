@@ -3,7 +3,8 @@ Inference Extension. They carry the bytes; we say which engine gets a request, b
 as the gateway.
 
 Fails open as the protocol has it: what is no answer to a client ends the stream with an error, and
-the proxy's own failure mode decides whether the request goes on without us.
+the proxy's own failure mode decides whether the request goes on without us. Where tenants are told
+apart it is refused instead: without us it would have no salt.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvatlas.service.http import Limits
 from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.picker_exchange import Exchange, ProtocolError
 from kvatlas.service.steer import Steer
+from kvatlas.service.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class Picker:
         steer: Steer,
         metrics: GatewayMetrics,
         limits: Limits | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         self.port = 0
         self._address = config.picker.listen
@@ -51,6 +54,7 @@ class Picker:
         self._limits = limits or Limits(body_bytes_max=config.gateway.max_body_bytes)
         self._steer = steer
         self._metrics = metrics
+        self._tenants = tenants
         self._streams = 0
         self._bodies_bytes = 0
         self._draining = False
@@ -106,12 +110,14 @@ class Picker:
         return status(status=status.SERVING if ready else status.NOT_SERVING)
 
     async def _process(self, _: Any, context: Any) -> None:
+        exchange = Exchange(
+            self._config, self._steer, self._metrics, self._limits, self._reserve, self._tenants
+        )
         if self._streams >= self._streams_max:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"over picker.max_streams ({self._streams_max})"
-            )
+            text = f"over picker.max_streams ({self._streams_max})"
+            await _end(exchange, context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            return
         self._streams += 1
-        exchange = Exchange(self._config, self._steer, self._metrics, self._limits, self._reserve)
         code, text = grpc.StatusCode.OK, ""
         try:
             code, text = await self._converse(exchange, context)
@@ -128,7 +134,7 @@ class Picker:
             self._release(exchange)
             exchange.close(fault=code is grpc.StatusCode.INTERNAL)
         if text:
-            await context.abort(code, text)
+            await _end(exchange, context, code, text)
 
     async def _converse(self, exchange: Exchange, context: Any) -> tuple[grpc.StatusCode, str]:
         while not exchange.done:
@@ -160,3 +166,12 @@ class Picker:
     def _release(self, exchange: Exchange) -> None:
         self._bodies_bytes -= exchange.body_bytes
         exchange.body_bytes = 0
+
+
+async def _end(exchange: Exchange, context: Any, code: grpc.StatusCode, text: str) -> None:
+    """A stream that is no answer: the proxy's failure mode decides, or we do."""
+    refusal = exchange.turn_away(text)
+    if refusal is None:
+        await context.abort(code, text)
+    else:
+        await context.write(refusal)

@@ -14,6 +14,7 @@ from typing import Any
 from kvatlas.config import GatewayConfig
 from kvatlas.core.ladder import Fallback
 from kvatlas.errors import RequestError
+from kvatlas.service import isolation
 from kvatlas.service import picker_wire as wire
 from kvatlas.service.answer import AnswerReader
 from kvatlas.service.body import Usage
@@ -23,6 +24,7 @@ from kvatlas.service.ladder import fell
 from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.relay import CLIENT_CLOSED, OURS, route_headers
 from kvatlas.service.steer import Outcome, Route, Steer, Target, endpoint_of
+from kvatlas.service.tenants import Tenants
 
 
 class ProtocolError(Exception):
@@ -44,6 +46,7 @@ class Exchange:
         metrics: GatewayMetrics,
         limits: Limits,
         reserve: Callable[[int], None],
+        tenants: Tenants | None = None,
     ) -> None:
         self.done = False  # nothing more is expected
         self.body_bytes = 0  # of the request, held here
@@ -54,6 +57,7 @@ class Exchange:
         self._metrics = metrics
         self._limits = limits
         self._reserve = reserve
+        self._tenants = tenants
         self._started_s = self._sent_s = time.perf_counter()
         self._ends_at_s = math.inf  # of its deadline
         self._ends_first = False  # sooner than the engine's silence
@@ -196,6 +200,13 @@ class Exchange:
         text = f"the request body is over {self._limits.body_bytes_max} bytes"
         return self._refuse(RequestError(text, status=413, code="body_too_large"))
 
+    def turn_away(self, why: str) -> wire.Reply | None:
+        """What cannot be done as it should be: where tenants are told apart, a proxy must not send
+        it on all the same. None: that is the proxy's to decide, or it is too late."""
+        if self._tenants is None or self.asked:
+            return None
+        return self._refuse(RequestError(why, status=503, code="not_checked"))
+
     def _refuse(self, error: RequestError) -> wire.Reply:
         self.asked = self.done = True
         self._body.clear()
@@ -210,7 +221,7 @@ class Exchange:
         assert self._headers is not None
         request = wire.request_of(self._headers, raw)
         try:
-            inbound = inbound_of(request, self._id, self._config)
+            inbound = inbound_of(request, self._id, self._config, self._tenants)
             self._ends_at_s = self._started_s + inbound.deadline_s
             inbound.among = self._among
             inbound.whole = "proxy"  # it carries a request to one engine
@@ -246,6 +257,9 @@ class Exchange:
             headers.append((b"x-request-id", route.id.encode()))
         # Without Accept-Encoding the engine answers in the clear, so that usage can be read.
         dropped = {n for n, _ in request.headers if n.startswith(OURS) or n == b"accept-encoding"}
+        if self._tenants is not None:
+            headers += self._tenants.for_engines
+            dropped |= isolation.CREDENTIALS - {name for name, _ in self._tenants.for_engines}
         removed = sorted(name.decode("latin-1") for name in dropped)
         altered = body is not request.body
         if altered and request.header("content-length"):  # Envoy compares the two

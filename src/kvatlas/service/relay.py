@@ -29,6 +29,7 @@ from kvatlas.service.http_client import (
     origin_of,
 )
 from kvatlas.service.http_reply import JSON, Reply
+from kvatlas.service.isolation import CREDENTIALS
 from kvatlas.service.ladder import Ended, Ladder, Silence, within
 from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.pair_protocols import CONCURRENT, Meeting, Prefilled, engine_id_of, meeting
@@ -61,7 +62,8 @@ class Relay:
     """Carries one request along one route. ``body`` is what the engine gets.
 
     ``reads_usage``: the endpoint is one whose answers report usage. ``withhold``: the usage event
-    of the stream was asked for by us, not by the client.
+    of the stream was asked for by us, not by the client. ``credentials``: what engines are shown
+    instead of the client's; None: just those.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Relay:
         streams: bool,
         withhold: bool,
         prefill_timeout_s: float,
+        credentials: Headers | None = None,
     ) -> None:
         assert route.targets, "a route has at least one target"
         self.status = 0
@@ -95,6 +98,7 @@ class Relay:
         self._streams = streams
         self._withhold = withhold
         self._prefill_timeout_s = prefill_timeout_s
+        self._credentials = credentials
         self._prefilled: Prefilled | None = None  # the first half is done, the second is not
         self._prefilled_by = ""
         self._ends_at_s = ends_at_s
@@ -310,6 +314,9 @@ class Relay:
         added = [(name.encode(), value.encode()) for name, value in target.headers]
         added.append((b"x-request-id", self._route.id.encode()))
         replaced = {name.lower() for name, _ in added}
+        if self._credentials is not None:
+            added += self._credentials
+            replaced |= CREDENTIALS
         dropped = connection_tokens(self._request.headers)
         headers = [
             pair

@@ -13,6 +13,7 @@ import msgspec
 
 from kvatlas.config import PairingProtocol
 from kvatlas.core.ladder import Fallback
+from kvatlas.core.tenancy import TenantSalt
 from kvatlas.service.http_client import origin_of
 
 Half = Literal["", "prefill", "decode"]
@@ -25,6 +26,8 @@ class Inbound(msgspec.Struct):
     ``whole``: why it must not be split over a pair, whatever it is ("" where it may).
     ``ttft_slo_s``: within what time its client wants the first token; ``deadline_s``: how long
     all of it may take, to the last byte. Both from its arrival; inf where there is none.
+    ``tenant``: what its credentials proved, where they were asked for: what the salt says that
+    its engine gets, but for what is public of the prompt.
     """
 
     id: str
@@ -35,6 +38,7 @@ class Inbound(msgspec.Struct):
     whole: str = ""
     ttft_slo_s: float = math.inf
     deadline_s: float = math.inf
+    tenant: TenantSalt | None = None
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -73,6 +77,7 @@ class Route(msgspec.Struct):
     all where there are halves of pairs ("" where it may be split). ``deadline_s`` as in `Inbound`.
     ``alone_s``: of a pair, the seconds to the first token on one engine instead, 0 where they can
     only be guessed; inf where none can. ``fallbacks``: what it has left so far, in order.
+    ``salt``: the cache salt that its engines get, where it is ours to say.
     """
 
     id: str
@@ -83,6 +88,7 @@ class Route(msgspec.Struct):
     deadline_s: float = math.inf
     alone_s: float = math.inf
     fallbacks: list[Fallback] = msgspec.field(default_factory=list)
+    salt: str = ""
 
 
 class Outcome(msgspec.Struct):

@@ -30,21 +30,22 @@ from kvatlas.core.dispatch import (
     SetLoad,
     SetUp,
 )
-from kvatlas.core.keys import PUBLIC, Scope, tenant_scope
+from kvatlas.core.keys import Scope, tenant_scope
 from kvatlas.core.ladder import SHARE
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher, Refusal
 from kvatlas.core.router import BLIND, Decision, Plan
+from kvatlas.core.tenancy import EVERYBODY
 from kvatlas.errors import RequestError
 from kvatlas.service.decision_log import DecisionLog, Entry
 from kvatlas.service.ladder import for_s
 from kvatlas.service.pairing import Pairing
+from kvatlas.service.salts import Salts, own_salt
 from kvatlas.service.steer import Half, Health, Inbound, Outcome, Route, Target, endpoint_of
 from kvatlas.service.tokens import Prompt
 
 log = logging.getLogger(__name__)
 
-SALT_HEADER = "x-kvatlas-cache-salt"
 KEYED_PATHS = ("/v1/chat/completions", "/v1/completions")
 _SHOWN_CHARS = 200  # of a wrong model name that comes back in the error
 
@@ -88,11 +89,13 @@ class Steering:
         dispatcher: Dispatcher,
         log: DecisionLog,
         tokens: Tokens | None,
+        salts: Salts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._dispatcher = dispatcher
         self._log = log
         self._tokens = tokens
+        self._salts = salts or Salts(dispatcher.keyring)
         self._clock = clock
         self._ranks: dict[Publisher, Rank] = {}
         self._pending: dict[str, Entry] = {}
@@ -183,9 +186,10 @@ class Steering:
         if request.id in self._pending:  # of another client: both halves go by its id
             request = msgspec.structs.replace(request, id=f"{request.id}#{self.decisions}")
         self.decisions += 1
-        decision = self._decide(request, {p: ranks[p] for p in among}, prompt)
+        salt = self._salts.of(request, prompt)
+        decision = self._decide(request, {p: ranks[p] for p in among}, prompt, salt)
         if decision.refusal is not None:
-            self._log.refused(decision)
+            self._log.refused(decision, self._owner(salt))
             raise _not_taken(decision, decision.refusal)
         if decision.unkeyed:
             self.fallbacks[decision.unkeyed] += 1
@@ -193,14 +197,20 @@ class Steering:
             decision = self._dispatcher.in_time_first(self._pairing.priced(decision, ranks))
         targets = tuple(self._target(p, whole=bool(whole)) for p in decision.plans)
         shares = {str(p): share for p, share in self._dispatcher.shares(decision.id).items()}
-        self._pending[decision.id] = self._log.decided(decision, shares)
+        self._pending[decision.id] = self._log.decided(decision, shares, self._owner(salt))
         self._serves[decision.id] = tuple(ranks)
         route = Route(decision.id, targets, decision.prompt_tokens, decision.unkeyed, whole)
+        route.salt = salt if request.tenant is not None else ""
         if any(t.half for t in targets) and request.deadline_s < math.inf:
             route.alone_s = self._pairing.alone_s(decision, ranks)
         entry = self._pending[decision.id]
         entry.fallbacks, entry.halves = route.fallbacks, tuple(t.worker for t in targets if t.half)
         return route
+
+    def _owner(self, salt: str) -> str:
+        """Whose a request is, by the id of the tenant's scope; "" without a proof."""
+        below = self._salts.below(salt)
+        return below.scope.id if below is not None else ""
 
     def left(self, route: Route) -> bool:
         """Whether somebody else serves the model who has no plan yet."""
@@ -373,6 +383,19 @@ class Steering:
         tokens = max((prompt.tokens, *prompt.others), key=len)
         return prompt, [(rank, self._keys(rank, request, tokens)) for rank in ranks.values()]
 
+    async def keys_below(self, request: Inbound) -> list[bytes]:
+        """For purges: the keys of all whole blocks of a tenant's prompt that are not public, as
+        agents make them for each kind of engine that serves its model. Raises as `choose`."""
+        prompt, keys = await self._prompt(request), dict[bytes, None]()
+        sharing = self._salts.below(self._salts.of(request, prompt)) or EVERYBODY
+        for rank in self._serving(request).values() if sharing.tenant else ():
+            public = sharing.public_tokens // rank.layout.grid_tokens
+            for tokens in (prompt.tokens, *prompt.others):
+                more = tokens + bytes(4)  # of a prompt that goes on every whole block is asked for
+                said = rank.publisher, more, sharing, _adapter(rank, request)
+                keys |= dict.fromkeys(self._dispatcher.keys_below(*said)[public:])
+        return list(keys)
+
     def _target(self, plan: Plan, *, whole: bool) -> Target:
         first = self._ranks[plan.publisher].role == "prefill" and not whole
         return msgspec.structs.replace(
@@ -399,7 +422,7 @@ class Steering:
         return self._dispatcher.keys(rank.publisher, tokens, scope_of(request), adapter)
 
     def _decide(
-        self, request: Inbound, ranks: Mapping[Publisher, Rank], prompt: Prompt
+        self, request: Inbound, ranks: Mapping[Publisher, Rank], prompt: Prompt, salt: str
     ) -> Decision:
         reason = prompt.reason
         if not reason and not prompt.tokens:
@@ -410,7 +433,12 @@ class Steering:
             among = tuple((p, _adapter(rank, request)) for p, rank in ranks.items())
             try:
                 question = Question(
-                    request.id, among, tokens, scope_of(request), ttft_slo_s=request.ttft_slo_s
+                    request.id,
+                    among,
+                    tokens,
+                    tenant_scope(salt),
+                    ttft_slo_s=request.ttft_slo_s,
+                    below=self._salts.below(salt),
                 )
                 decision = self._dispatcher.handle(question, self._clock())
             except Exception as error:  # fail open: nor must the directory
@@ -432,9 +460,8 @@ class Steering:
 
 
 def scope_of(request: Inbound) -> Scope:
-    """Who may share this prompt's blocks: the salt in the header wins over the one in the body."""
-    salt = request.headers.get(SALT_HEADER) or request.body.get("cache_salt")
-    return tenant_scope(salt) if isinstance(salt, str) else PUBLIC
+    """Who may share this prompt's blocks, by the salt that its client chose."""
+    return tenant_scope(own_salt(request))
 
 
 def _not_taken(decision: Decision, refusal: Refusal) -> RequestError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,14 +19,13 @@ from kvatlas.config_tenants import Tenant, TenantsConfig, TenantsFile, digest_of
 from kvatlas.core.keys import Keyring
 from kvatlas.core.tenancy import TenantSalt, epoch_at, session_of, tag_of
 from kvatlas.errors import ConfigError, RequestError
-from kvatlas.service.http import Headers
+from kvatlas.service import isolation
+from kvatlas.service.http import Headers, Request
 from kvatlas.service.tenants_jwt import Tokens
 
 log = logging.getLogger(__name__)
 
 SESSION_HEADER = "x-kvatlas-session"
-#: Where clients show who they are. None of them is for an engine.
-CREDENTIALS = (b"authorization", b"x-api-key")
 CREDENTIAL_CHARS_MAX = 8192
 
 
@@ -49,12 +48,21 @@ class Tenants:
     """The door. Lives on the event loop; `refresh` it now and then."""
 
     def __init__(
-        self, config: TenantsConfig, ring: Keyring, clock: Callable[[], float] = time.time
+        self,
+        config: TenantsConfig,
+        ring: Keyring,
+        *,
+        paths: Collection[str] = isolation.PATHS,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """``clock``: seconds since 1970. Raises ConfigError for files that cannot be used."""
+        """``paths``: where their requests may go; ``clock``: seconds since 1970. Raises ConfigError
+        for files that cannot be used."""
         self.file = TenantsFile()
         self.problem = ""  # why the file as it is now is not what counts
-        self.engine_key = ""
+        self.for_engines: Headers = []  # instead of the credentials that clients show us
+        #: The tag that a session has now: another, once it was purged.
+        self.renew: Callable[[str, str], str] = lambda _, session: session
+        self._paths = paths
         self._config = config
         self._ring = ring
         self._clock = clock
@@ -63,7 +71,8 @@ class Tenants:
         self._known = _Known()
         self._tokens = Tokens(config) if config.jwt_keys else None
         if config.engine_key_file:
-            self.engine_key = _engine_key(Path(config.engine_key_file))
+            key = _engine_key(Path(config.engine_key_file))
+            self.for_engines = [(b"authorization", b"Bearer " + key)]
         self._read()
 
     # -- the file ---------------------------------------------------------------------------------
@@ -102,15 +111,19 @@ class Tenants:
 
     # -- requests ---------------------------------------------------------------------------------
 
+    def check(self, request: Request, body: Mapping[str, object]) -> None:
+        """Raises RequestError for a request that could reach another tenant's state."""
+        isolation.check(request.method, request.path, body, self._paths)
+
     def admit(self, headers: Headers) -> Caller:
         """Who sends a request with these ``headers``. Raises RequestError 401 for who is not known,
         403 for who is, and may not."""
-        shown = [value for name, value in headers if name in CREDENTIALS]
+        shown = [value for name, value in headers if name in isolation.CREDENTIALS]
         if not shown:
             raise _stranger("no credentials: send Authorization: Bearer and an API key or a token")
         if len(shown) > 1:
             raise _stranger("more than one credential was sent: send one")
-        name = next(name for name, _ in headers if name in CREDENTIALS)
+        name = next(name for name, _ in headers if name in isolation.CREDENTIALS)
         text = shown[0].decode("latin-1").strip()
         if name == b"authorization":
             scheme, _, text = text.partition(" ")
@@ -165,6 +178,7 @@ class Tenants:
             )
         try:
             within = session_of(self._ring, tag, session) if tenant.share == "session" else ""
+            within = self.renew(tag, within)
         except ValueError as error:
             raise _bad_session(str(error)) from error
         epoch = epoch_at(tenant.epoch, tenant.rotation_s, self._clock())
@@ -186,14 +200,14 @@ def stamp_of(path: Path) -> object:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _engine_key(path: Path) -> str:
+def _engine_key(path: Path) -> bytes:
     try:
         key = path.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"tenants.engine_key_file: {path}: cannot be read: {error}") from error
     if not key or len(key.split()) != 1:
         raise ConfigError(f"tenants.engine_key_file: {path}: holds no single key")
-    return key
+    return key.encode()
 
 
 def _stranger(text: str) -> RequestError:
