@@ -240,3 +240,17 @@ def test_deepseek_ids_are_exact(
     text = "".join(parts)
     expected = whole.encode(text, add_special_tokens=False).ids
     assert ids(encoder.encode(text, False)) == expected
+
+
+def test_no_text_is_kept_of_who_is_forgotten(model_dir: Path) -> None:
+    """By both libraries; what is asked for afterwards has the same ids as before."""
+    text = "a secret of somebody's"
+    for loaded in (Encoder.load(model_dir, 1 << 20), load_slow(model_dir)):
+        backend: Any = loaded._backend
+        before = loaded.encode(text, True)
+        kept = getattr(backend, "_kept", None)
+        stats = backend._tokenizer.segment_cache_stats if kept is None else kept.__len__
+        full = stats()
+        loaded.forget()
+        assert stats() != full
+        assert loaded.encode(text, True) == before

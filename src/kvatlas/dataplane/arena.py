@@ -212,6 +212,7 @@ class Slots:
         self._taken: dict[int, Slot] = {}
         self._holds: dict[int, int] = {}
         self._leaving: dict[int, Slot] = {}
+        self._to_wipe: set[int] = set()
         self._generation = 0
 
     def take(self, size_bytes: int) -> Slot | None:
@@ -225,16 +226,19 @@ class Slots:
         self.arena.mark(offset, slot.generation)
         return slot
 
-    def give(self, slot: Slot) -> None:
-        """Nobody finds it from now on. Raises StoreError when it is not taken (any more)."""
+    def give(self, slot: Slot, *, wipe: bool = False) -> None:
+        """Nobody finds it from now on. ``wipe``: its bytes go, too, once nobody touches them.
+        Raises StoreError when it is not taken (any more)."""
         if self._taken.get(slot.generation) != slot:
             raise StoreError(f"{slot} was given back already, or never taken")
         del self._taken[slot.generation]
         self.arena.mark(slot.offset, 0)
+        if wipe:
+            self._to_wipe.add(slot.generation)
         if slot.generation in self._holds:
             self._leaving[slot.generation] = slot
         else:
-            self._extents.give(slot.offset, slot.size_bytes)
+            self._free(slot)
 
     def hold(self, slot: Slot) -> None:
         """Somebody reads or writes it. Raises StoreError when it is not taken (any more)."""
@@ -252,7 +256,18 @@ class Slots:
             return
         del self._holds[slot.generation]
         if self._leaving.pop(slot.generation, None) is not None:
-            self._extents.give(slot.offset, slot.size_bytes)
+            self._free(slot)
+
+    def _free(self, slot: Slot) -> None:
+        if slot.generation in self._to_wipe:
+            self._to_wipe.discard(slot.generation)
+            self.arena.view(slot)[:] = bytes(slot.size_bytes)
+        self._extents.give(slot.offset, slot.size_bytes)
+
+    @property
+    def to_wipe(self) -> int:
+        """Slots given back that are wiped once nobody touches them."""
+        return len(self._to_wipe)
 
     @property
     def free_bytes(self) -> int:

@@ -5,8 +5,11 @@ No token ids and no text are kept, only counts, names and prices.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -25,9 +28,9 @@ log = logging.getLogger(__name__)
 
 class Entry(msgspec.Struct):
     """One request from decision to end. ``fallbacks``: what it left on its way, and at what cost,
-    in order. ``halves``: workers whose plan is one of a pair. ``confidence``: of engines that do
-    not announce all that a resume needs, by worker, the share of what their events promised that
-    was counted on.
+    in order. ``owner``: whose it is, by the id of the tenant's scope; "" for nobody's. ``halves``:
+    workers whose plan is one of a pair. ``confidence``: of engines that do not announce all that a
+    resume needs, by worker, the share of what their events promised that was counted on.
 
     Of an answer whose first token was seen: ``error_s``, how much later it came than predicted, and
     ``regret_s``, how much sooner the best other plan would have been by its price.
@@ -42,6 +45,7 @@ class Entry(msgspec.Struct):
     error_s: float | None = None
     regret_s: float | None = None
     hand_off: HandOff | None = None
+    owner: str = ""
 
 
 class DecisionLog:
@@ -56,16 +60,22 @@ class DecisionLog:
         self._entries_max = entries_max
         self._file: FileIO | None = None
         self.error = ""
+        self.forgotten: Callable[[str], bool] = lambda _: False  # owners of whom nothing is kept
+        self._meanwhile: list[Entry] | None = None  # ended while the file is written anew
         if path:
             try:
                 self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - open for long
             except OSError as error:
                 raise ConfigError(f"router.decision_log: {path}: {error.strerror}") from error
 
-    def decided(self, decision: Decision, confidence: dict[str, float] | None = None) -> Entry:
+    def decided(
+        self, decision: Decision, confidence: dict[str, float] | None = None, owner: str = ""
+    ) -> Entry:
         """Keep a decision; the oldest one goes when there are too many."""
         self._entries.pop(decision.id, None)  # an id used before: this is the newest all the same
-        entry = self._entries[decision.id] = Entry(decision, confidence=confidence or {})
+        entry = self._entries[decision.id] = Entry(
+            decision, confidence=confidence or {}, owner=owner
+        )
         if len(self._entries) > self._entries_max:
             self._entries.popitem(last=False)
         return entry
@@ -76,12 +86,38 @@ class DecisionLog:
         _judge(entry, outcome)
         self._write(entry)
 
-    def refused(self, decision: Decision) -> None:
+    def refused(self, decision: Decision, owner: str = "") -> None:
         """Keep and write out a decision that comes to nothing."""
-        self._write(self.decided(decision))
+        self._write(self.decided(decision, owner=owner))
+
+    async def forget(self, meant: Callable[[str], bool]) -> dict[str, tuple[int, int, int]]:
+        """Of some owners nothing is kept: entries in memory and lines of the file, by place: how
+        many there were, their bytes, and how many a second look finds. Raises OSError where the
+        file cannot be written anew."""
+        ids = [id for id, entry in self._entries.items() if meant(entry.owner)]
+        for id in ids:
+            del self._entries[id]
+        places = {"memory": (len(ids), 0, 0)}
+        if self._file is None or self._meanwhile is not None:
+            return places
+        path = Path(str(self._file.name))
+        self._meanwhile = []
+        try:
+            count, size_bytes = await asyncio.to_thread(_rewrite, path, meant)
+            self._file.close()
+            self._file = path.open("ab", buffering=0)  # noqa: ASYNC230 - open for long
+            places[str(path)] = count, size_bytes, await asyncio.to_thread(_count, path, meant)
+        finally:
+            waiting, self._meanwhile = self._meanwhile, None
+            for entry in waiting:
+                self._write(entry)
+        return places
 
     def _write(self, entry: Entry) -> None:
-        if self._file is None:
+        if self._file is None or self.forgotten(entry.owner):
+            return
+        if self._meanwhile is not None:
+            self._meanwhile.append(entry)
             return
         try:
             self._file.write(msgspec.json.encode(entry) + b"\n")
@@ -103,6 +139,44 @@ class DecisionLog:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class _Owned(msgspec.Struct):
+    """All that has to be known of a line to be forgotten."""
+
+    owner: str = ""
+
+
+def _meant_lines(path: Path, meant: Callable[[str], bool]) -> Iterator[tuple[bytes, bool]]:
+    """A line that is none is nobody's: it stays."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                owner = msgspec.json.decode(line, type=_Owned).owner
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                owner = ""
+            yield line, bool(owner) and meant(owner)
+
+
+def _rewrite(path: Path, meant: Callable[[str], bool]) -> tuple[int, int]:
+    """The file without those lines, in one step; how many there were, and their bytes."""
+    made = path.with_name(f".{path.name}.purged")
+    count = size_bytes = 0
+    with made.open("wb") as file:
+        for line, goes in _meant_lines(path, meant):
+            if goes:
+                count, size_bytes = count + 1, size_bytes + len(line)
+            else:
+                file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+    made.chmod(path.stat().st_mode & 0o777)
+    made.replace(path)
+    return count, size_bytes
+
+
+def _count(path: Path, meant: Callable[[str], bool]) -> int:
+    return sum(goes for _, goes in _meant_lines(path, meant))
 
 
 def _judge(entry: Entry, outcome: Outcome) -> None:

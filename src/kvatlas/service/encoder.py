@@ -42,6 +42,10 @@ class Backend(Protocol):
         """Whether `encode` takes about a millisecond at most: no need of another thread."""
         ...
 
+    def forget(self) -> None:
+        """Texts that are kept for the next turn are gone."""
+        ...
+
 
 class Encoder:
     """The tokenizer of one model. ``note``: why the fast library is not used ("" when it is)."""
@@ -83,6 +87,10 @@ class Encoder:
         """Whether `encode` takes about a millisecond at most: no need of another thread."""
         return self._backend.quick(text)
 
+    def forget(self) -> None:
+        """Texts that are kept for the next turn are gone: whose they are is not known."""
+        self._backend.forget()
+
 
 class _Fastokens:
     """Reuses segments between added tokens by itself, within its own byte budget."""
@@ -93,11 +101,15 @@ class _Fastokens:
         self._tokenizer = fastokens.Tokenizer.from_json_str(definition)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._cache_bytes = cache_bytes
         self._tokenizer.enable_segment_cache(cache_bytes)
 
     def encode(self, text: str, add_special_tokens: bool) -> bytes:
         ids, _ = self._tokenizer.encode_batch_flat([text], add_special_tokens=add_special_tokens)
         return bytes(ids)
+
+    def forget(self) -> None:
+        self._tokenizer.enable_segment_cache(self._cache_bytes)  # a new one
 
     def quick(self, text: str) -> bool:
         # Measured: 300 to 600 characters per µs; 28 where no word was ever seen. A thread costs
@@ -154,6 +166,11 @@ class _Tokenizers:
             return _ids(self._tokenizer, text, add_special_tokens)
         ids = b"".join(self._piece(piece) for piece in self._cut.split(text) if piece)
         return self._prefix + ids + self._suffix if add_special_tokens else ids
+
+    def forget(self) -> None:
+        with self._lock:
+            self._kept.clear()
+            self._kept_bytes = 0
 
     def quick(self, text: str) -> bool:
         if self._cut is None or len(text) <= _SLOW_QUICK_CHARS:

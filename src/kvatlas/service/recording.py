@@ -75,6 +75,7 @@ class Recorder:
         self.keys_of: KeysOf | None = None  # the dispatcher's, once there is one
         self._kinds: dict[Publisher, bytes] = {}
         self._agents = False
+        self._path = path
         self._left = max_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._file: BinaryIO | None = None
@@ -119,6 +120,24 @@ class Recorder:
         self.error = f"nothing is recorded any more: {reason}"
         log.error("recording: %s", self.error)
         self.close()
+
+    def forget(self, meant: Callable[[str], bool]) -> tuple[int, int, int]:
+        """Where requests of some owners are in it, the file is removed and nothing is recorded any
+        more: KV events in it have token ids, and do not say whose. How many of their requests and
+        bytes there were, and how many bytes are left. Raises OSError and TraceError."""
+        path = Path(self._path)
+        if self._file is not None:
+            self._file.flush()
+        if not path.exists():
+            return 0, 0, 0
+        questions = (f.event for f in read(path)[1] if isinstance(f.event, Question))
+        count = sum(meant(question.sharing().scope.id) for question in questions)
+        if not count:
+            return 0, 0, 0
+        self._stop("it was removed by a purge")
+        size_bytes = path.stat().st_size
+        path.unlink()
+        return count, size_bytes, path.stat().st_size if path.exists() else 0
 
     def close(self) -> None:
         """Write out what is buffered and close the file."""

@@ -129,6 +129,11 @@ class Tokenizer:
             self._unkeyed[refusal.reason] += 1
             return Prompt(reason=refusal.reason)
 
+    def forget(self) -> None:
+        """No text of anybody is kept."""
+        if self._encoder is not None:
+            self._encoder.forget()
+
     def state(self) -> TokenizerState:
         """What it does at present, and what it has counted."""
         encoder, endpoint = self._encoder, self._endpoint
