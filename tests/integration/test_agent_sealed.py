@@ -1,4 +1,4 @@
-"""Agents that seal: restarts, two nodes on one store, dropped keys, and what is told at the start."""
+"""Agents that seal: restarts, stores that nodes share, dropped keys, and faults at the start."""
 
 from __future__ import annotations
 
