@@ -281,7 +281,11 @@ def test_an_owner_that_starts_anew_with_another_arena_is_read_by_its_new_one(rig
         desk.kept[name] = value
     assert desk.read() == Report()
     assert desk.right()
-    assert set(desk.moved) == {"nixl/cma"}
+    ready(desk.nixl)  # anew, too: what UCX says is of this peer
+    assert desk.read() == Report()
+    assert desk.right()
+    assert desk.store.transport == "nixl/cma"
+    assert set(desk.instead) == {"starting"}
     desk.store.close()
 
 

@@ -79,8 +79,12 @@ class Nixl:
         return self.ready()
 
     def join(self, there: Ready, until: float) -> Ended:
-        """Get to know another's process: how its memory is reached, or why it is not."""
-        return self._asked(lambda number: Join(number, there), until)
+        """Get to know another's process: how its memory is reached, or why it is not. A process
+        that could not, or that knows another one, makes place for a new one."""
+        ended = self._asked(lambda number: Join(number, there), until)
+        if ended.why not in ("", "starting"):
+            self.child.kill()
+        return ended
 
     def read(self, epoch: bytes, places: list[tuple[int, int, int]], until: float) -> str:
         """From the one that was joined; why not, or "". What was not read to its end is given up:

@@ -9,8 +9,8 @@ UCX, below NIXL, chooses what carries the bytes and tells nobody but its log: th
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import fcntl
 import importlib
 import importlib.metadata
 import os
@@ -60,11 +60,17 @@ class _Log:
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("kvatlas-ucx", os.MFD_CLOEXEC)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
         os.dup2(self._fd, 1)
 
     def text(self) -> str:
-        """From the start, so far."""
+        """So far."""
         return os.pread(self._fd, LOG_BYTES_MAX, 0).decode("utf-8", "replace")
+
+    def trim(self) -> None:
+        """What nobody asked for, of an owner that many read from."""
+        if os.fstat(self._fd).st_size > LOG_BYTES_MAX:
+            os.ftruncate(self._fd, 0)
 
 
 class Helper:
@@ -83,7 +89,6 @@ class Helper:
         self._epoch = os.urandom(16)
         self._peer = ""
         self._there: Ready | None = None
-        self._reached: Reached | None = None
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent: Any = nixl.nixl_agent(self._epoch.hex(), config)
         self._agent.create_backend(_BACKEND)
@@ -102,13 +107,13 @@ class Helper:
         while True:
             if not select.select([self._socket], [], [], IDLE_S)[0]:
                 self._agent.get_new_notifs()  # UCX goes on only in calls
+                self._log.trim()
                 continue
             question = nixl_wire.question(self._socket)
             try:
                 ended = self._done(question)
             except Exception as error:  # NIXL's own kinds: the other side counts them
                 ended = Ended(question.number, type(error).__name__)
-                self._forget()
             child.send(self._socket, ended)
 
     def _done(self, question: Question) -> Ended:
@@ -116,11 +121,7 @@ class Helper:
             case Ping(number):
                 return Ended(number)
             case Join(number, there):
-                self._join(there)
-                how = self._reached
-                if how is None:
-                    return Ended(number, "transport_unknown")
-                return Ended(number, "", how.transport, how.emulated)
+                return self._join(number, there)
             case Read(number, epoch, places):
                 if self._there is None or epoch != self._there.epoch:
                     return Ended(number, "not_joined")
@@ -131,26 +132,22 @@ class Helper:
                 )
                 return Ended(number)
 
-    def _join(self, there: Ready) -> None:
-        if self._there is not None and self._there.epoch == there.epoch:
-            return
-        self._forget()
-        name = self._agent.add_remote_agent(there.metadata)
-        self._peer = name.decode() if isinstance(name, bytes) else str(name)
-        if self._peer != there.epoch.hex():
-            raise ValueError("these are another agent's metadata")
-        size = min(PROBE_BYTES, there.size_bytes)
-        self._read([(self._probe, size, 0)], [(there.address, size, 0)])
-        self._there = there
-        self._reached = reached(self._log.text()) or self._reached
-
-    def _forget(self) -> None:
-        """The one that was known: what is read from there fails."""
-        self._there = None
-        if self._peer:
-            with contextlib.suppress(Exception):  # it may be gone already
-                self._agent.remove_remote_agent(self._peer)
-            self._peer = ""
+    def _join(self, number: int, there: Ready) -> Ended:
+        """Once: UCX says how it reads when that is new to it, so of a second one it may not."""
+        if self._there is not None and self._there.epoch != there.epoch:
+            return Ended(number, "another")
+        if self._there is None:
+            name = self._agent.add_remote_agent(there.metadata)
+            self._peer = name.decode() if isinstance(name, bytes) else str(name)
+            if self._peer != there.epoch.hex():
+                raise ValueError("these are another agent's metadata")
+            size = min(PROBE_BYTES, there.size_bytes)
+            self._read([(self._probe, size, 0)], [(there.address, size, 0)])
+            self._there = there
+        how = reached(self._log.text())
+        if how is None:
+            return Ended(number, "transport_unknown")
+        return Ended(number, "", how.transport, how.emulated)
 
     def _read(self, ours: list[tuple[int, int, int]], theirs: list[tuple[int, int, int]]) -> None:
         """Raises what NIXL raises, and ConnectionError."""

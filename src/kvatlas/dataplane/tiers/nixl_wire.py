@@ -31,7 +31,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Get to know another's process, and how its memory is reached."""
+    """Get to know another's process, the only one, and how its memory is reached."""
 
     number: int
     there: Ready

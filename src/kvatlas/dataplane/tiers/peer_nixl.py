@@ -247,6 +247,8 @@ class Reader:
             return self._rest("senseless")
         with self._lock:
             ended = self._nixl.join(there, min(until, time.monotonic() + JOIN_S))
+            if ended.why in ("another", "starting"):  # a new life there; ours begins one, too
+                return "starting"
             if ended.why:
                 return self._rest(f"join_{ended.why}")
             if ended.emulated and not self._emulated:
