@@ -6,6 +6,7 @@ import importlib.util
 import json
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers

@@ -176,7 +176,7 @@ class NodeAgent:
             given=given,
         )
         self.front.pulls = Pulls(self._ring, self.errands, self._core, self._life())
-        self.front.purges = Purges(self._ring, self._core, self._driver, self.front, self._life())
+        self.front.purges = Purges(self._ring, self._core, self._driver, self.front, self.keys)
         self.counts["found"] = self._driver.found()
         try:
             self._listener = listen(self.settings.path)

@@ -25,7 +25,9 @@ from kvatlas.core.keys import KEY_BYTES, Keyring
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Part, name_of
 from kvatlas.dataplane import records
+from kvatlas.dataplane.keystore import FileKeys
 from kvatlas.dataplane.tiers.base import Entry, Report, Shared, Store
+from kvatlas.errors import StoreError
 from kvatlas.service.agent_driver import Driver
 from kvatlas.service.agent_pulls import PROOF
 from kvatlas.service.http import Request, envelope
@@ -40,12 +42,14 @@ _LOOK_S = 0.02
 
 class Order(msgspec.Struct, frozen=True):
     """What has to go: all that ``floors`` mean, and the blocks with these ``keys``. ``store``: from
-    the store that the node shares with others, too."""
+    the store that the node shares with others, too. ``erase``: tags of tenants whose keys are
+    dropped: what media keep of them in places that nobody can write to is then unreadable."""
 
     life: str
     floors: tuple[Floor, ...] = ()
     keys: tuple[bytes, ...] = ()
     store: bool = False
+    erase: tuple[str, ...] = ()
 
     def signed(self, ring: Keyring) -> tuple[bytes, str]:
         """The body, and the header that proves who wrote it."""
@@ -94,14 +98,16 @@ class Purges:
     """Of one node, one after the other. On the event loop."""
 
     def __init__(
-        self, ring: Keyring, core: Agent, driver: Driver, teller: Teller, life: str
+        self, ring: Keyring, core: Agent, driver: Driver, teller: Teller, keys: FileKeys | None
     ) -> None:
+        """``keys``: by which values at rest are sealed, if they are."""
         self.counts: Counter[str] = Counter()
         self._ring = ring
         self._core = core
         self._driver = driver
         self._teller = teller
-        self._life = life
+        self._keys = keys
+        self._life = driver.arena.path.name if driver.arena.path is not None else ""
         self._turn = asyncio.Lock()
         self._waiting = 0
 
@@ -166,9 +172,18 @@ class Purges:
         )
         if order.store and (shared := driver.ways.store(Tier.OBJECT)) is not None:
             gone.append(await self._from_store(shared, meant, stored))
+        gone += [await asyncio.to_thread(self._erase, tag) for tag in order.erase]
         told = self._teller.rewrite()
         gone.append(Gone("announced", "rewritten", told, note="keys; asked for again no more"))
         return Purged(tuple(gone))
+
+    def _erase(self, tag: str) -> Gone:
+        if self._keys is None:
+            return Gone("keys", "untouched", note="nothing is sealed here: there is no key to drop")
+        try:
+            return Gone("keys", "deleted", self._keys.drop(tag))
+        except StoreError as error:
+            return Gone("keys", "failed", note=str(error))
 
     async def _quiet(self, event: words.Forget) -> int:
         """Wait until nothing that was under way touches it; how much still does."""

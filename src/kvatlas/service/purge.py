@@ -197,20 +197,19 @@ class Purger:
     async def _carry_on(self, receipt: Receipt) -> Receipt:
         """Ask all who have not done it; the receipt as it is then."""
         done = {answer.who: answer for answer in receipt.answers if answer.done}
-        keys = tuple(bytes.fromhex(key) for key in receipt.keys)
         event = Forget(floors=receipt.floors)
         if _GATEWAY not in done:
             done[_GATEWAY] = await self._mine(event)
         nodes = list(self._agents().nodes.values())
         asked = [node for node in nodes if f"agent {node.config.name}" not in done]
         for answer in await asyncio.gather(
-            *(self._order(n, receipt.floors, keys, store=not n.config.store) for n in asked)
+            *(self._order(n, receipt, store=not n.config.store) for n in asked)
         ):
             done[answer.who] = answer
         for store, users in _stores(nodes).items():
             if f"store {store}" not in done:
                 away = [n.config.name for n in users if not done[f"agent {n.config.name}"].done]
-                answer = await self._store(store, users, receipt.floors, keys, away)
+                answer = await self._store(store, users, receipt, away)
                 done[answer.who] = answer
         for name, engine in self._here.engines().items():
             if f"engine {name}" not in done:
@@ -237,34 +236,33 @@ class Purger:
             return Answer(who, error=str(error))
         return Answer(who, self._clock(), gone=(gone,))
 
-    async def _order(
-        self, node: Node, floors: tuple[Floor, ...], keys: tuple[bytes, ...], *, store: bool
-    ) -> Answer:
+    async def _order(self, node: Node, receipt: Receipt, *, store: bool) -> Answer:
         who = f"agent {node.config.name}"
         if not node.up or node.told is None:
             return Answer(who, error=f"it does not answer: {node.error}")
         try:
             gone = await order_agent(
-                self._client, self._ring, node, floors=floors, keys=keys, store=store
+                self._client,
+                self._ring,
+                node,
+                floors=receipt.floors,
+                keys=[bytes.fromhex(key) for key in receipt.keys],
+                store=store,
+                erase=[floor.tenant for floor in receipt.floors if not floor.session],
             )
         except EngineError as error:
             return Answer(who, error=str(error))
         return Answer(who, self._clock(), gone=gone)
 
     async def _store(
-        self,
-        store: str,
-        users: list[Node],
-        floors: tuple[Floor, ...],
-        keys: tuple[bytes, ...],
-        away: list[str],
+        self, store: str, users: list[Node], receipt: Receipt, away: list[str]
     ) -> Answer:
         """A store that nodes share is purged by one of them, once none writes to it any more."""
         who = f"store {store}"
         up = [node for node in users if node.up]
         if not up:
             return Answer(who, error="no agent that uses it answers")
-        told = await self._order(up[0], floors, keys, store=True)
+        told = await self._order(up[0], receipt, store=True)
         gone = tuple(each for each in told.gone if each.part == "object")
         if told.error or away:
             why = told.error or f"{', '.join(away)} may write there still: purged again after it"
@@ -294,10 +292,20 @@ class Purger:
                 await self._carry_on(receipt)
         for name, node in nodes.items():
             now = node.told.life if node.told else "", self._count
-            if self._told.get(name) != now and len(self.floors):
-                answer = await self._order(node, self.floors.all(), (), store=False)
-                if answer.done:
-                    self._told[name] = now
+            behind = len(self.floors) and self._told.get(name) != now
+            if behind and await self._tell(node):
+                self._told[name] = now
+
+    async def _tell(self, node: Node) -> bool:
+        """All floors that there are; no keys are dropped for it."""
+        try:
+            gone = await order_agent(
+                self._client, self._ring, node, floors=self.floors.all(), keys=(), store=False
+            )
+        except EngineError as error:
+            log.warning("%s: not told what was purged: %s", node.config.name, error)
+            return False
+        return all(each.done for each in gone)
 
 
 def _somebody_is_back(receipt: Receipt, nodes: dict[str, Node]) -> bool:

@@ -124,10 +124,12 @@ async def order_agent(
     floors: Sequence[Floor],
     keys: Sequence[bytes],
     store: bool,
+    erase: Sequence[str] = (),
 ) -> tuple[Gone, ...]:
     """Ask one agent. Raises EngineError where it does not do it."""
     assert node.told is not None, "asked only while it is up"
-    body, proof = Order(node.told.life, tuple(floors), tuple(keys), store).signed(ring)
+    order = Order(node.told.life, tuple(floors), tuple(keys), store, tuple(erase))
+    body, proof = order.signed(ring)
     url = node.config.url.rstrip("/") + PURGE
     answer = await client.request(
         "POST",
