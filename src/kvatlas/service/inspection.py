@@ -11,6 +11,7 @@ from kvatlas.core.directory import Directory
 from kvatlas.core.layout import Layout
 from kvatlas.core.lookup import Positions
 from kvatlas.core.records import Publisher
+from kvatlas.service.salts import KeysOf
 from kvatlas.service.steer import Inbound
 from kvatlas.service.steering import KEYED_PATHS, Rank, Steering
 
@@ -58,14 +59,14 @@ class Inspector:
         prompt, found = await self._steering.looked_up(asked)
         workers = {
             str(rank.publisher): self._of(rank, keys)
-            | ({"keys": [key.hex() for key in keys]} if told else {})
+            | ({"keys": [key.hex() for key in keys.below]} if told else {})
             for rank, keys in found
             if only in (None, str(rank.publisher))
         }
         return {"prompt_tokens": prompt.count, "unkeyed": prompt.reason, "workers": workers}
 
-    def _of(self, rank: Rank, keys: Sequence[bytes]) -> dict[str, object]:
-        where = self._directory.positions(rank.publisher, keys)
+    def _of(self, rank: Rank, keys: KeysOf) -> dict[str, object]:
+        where = self._directory.positions(rank.publisher, keys.engine, keys.below)
         if where is None:
             return {}
         return {

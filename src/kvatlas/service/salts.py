@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import msgspec
 
-from kvatlas.core.keys import Keyring
+from kvatlas.core.dispatch import Dispatcher
+from kvatlas.core.keys import Keyring, tenant_scope
+from kvatlas.core.records import Publisher
 from kvatlas.core.tenancy import Sharing, mark_of, salt_of, sharing_of
 from kvatlas.service.public_prefixes import PublicPrefixes, of_all
 from kvatlas.service.steer import Inbound
 from kvatlas.service.tokens import Prompt
 
 SALT_HEADER = "x-kvatlas-cache-salt"
+
+
+class KeysOf(msgspec.Struct, frozen=True):
+    """A prompt's block keys: as an engine is asked for them, and as agents are."""
+
+    engine: list[bytes]
+    below: list[bytes]
 
 
 class Salts:
@@ -36,6 +45,22 @@ class Salts:
         """Who shares a prompt in the tiers of agents; None: just who sends the same salt."""
         sharing = sharing_of(self._ring, salt)
         return sharing if sharing.tenant else None
+
+    def keys(
+        self,
+        dispatcher: Dispatcher,
+        publisher: Publisher,
+        tokens: bytes,
+        salt: str,
+        *,
+        adapter: str,
+    ) -> KeysOf:
+        """Of a prompt with that salt."""
+        keys = dispatcher.keys(publisher, tokens, tenant_scope(salt), adapter)
+        below = self.below(salt)
+        if below is None:
+            return KeysOf(keys, keys)
+        return KeysOf(keys, dispatcher.keys_below(publisher, tokens, below, adapter))
 
 
 def own_salt(request: Inbound) -> str:

@@ -40,7 +40,7 @@ from kvatlas.errors import RequestError
 from kvatlas.service.decision_log import DecisionLog, Entry
 from kvatlas.service.ladder import for_s
 from kvatlas.service.pairing import Pairing
-from kvatlas.service.salts import Salts, own_salt
+from kvatlas.service.salts import KeysOf, Salts, own_salt
 from kvatlas.service.steer import Half, Health, Inbound, Outcome, Route, Target, endpoint_of
 from kvatlas.service.tokens import Prompt
 
@@ -375,7 +375,7 @@ class Steering:
         self._faults[part] = f"request {request.id}: {type(error).__name__}: {error}"
         return f"{part}_failed"
 
-    async def looked_up(self, request: Inbound) -> tuple[Prompt, list[tuple[Rank, list[bytes]]]]:
+    async def looked_up(self, request: Inbound) -> tuple[Prompt, list[tuple[Rank, KeysOf]]]:
         """For inspection: the prompt, and per engine that serves its model the block keys that
         it would be asked for (none where the prompt cannot be keyed). Raises as `choose`."""
         ranks = self._serving(request)
@@ -417,9 +417,9 @@ class Steering:
             wait_s=price.wait_s if price else 0.0,
         )
 
-    def _keys(self, rank: Rank, request: Inbound, tokens: bytes) -> list[bytes]:
-        adapter = _adapter(rank, request)
-        return self._dispatcher.keys(rank.publisher, tokens, scope_of(request), adapter)
+    def _keys(self, rank: Rank, request: Inbound, tokens: bytes) -> KeysOf:
+        salt, adapter = own_salt(request), _adapter(rank, request)
+        return self._salts.keys(self._dispatcher, rank.publisher, tokens, salt, adapter=adapter)
 
     def _decide(
         self, request: Inbound, ranks: Mapping[Publisher, Rank], prompt: Prompt, salt: str

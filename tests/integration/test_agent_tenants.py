@@ -1,0 +1,84 @@
+"""A real agent and engines of several tenants: what is public is everybody's, nothing else is."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from fake_engine import GRID, tokens_of
+from test_agent_purge import BLUE, RED, RING, Node, node
+
+from kvatlas.core.keys import Keyring
+from kvatlas.core.tenancy import TenantSalt, mark_of, prefix_digest, salt_of
+
+__all__ = ["node"]  # the fixture
+PROMPT = tokens_of(1, 6 * GRID)
+PUBLIC = 2 * GRID
+MARK = mark_of(RING, prefix_digest(PROMPT[: 4 * PUBLIC]))
+
+
+def salt(tag: str, *, session: str = "", public: int = PUBLIC, ring: Keyring = RING) -> str:
+    mark = MARK if public else ""
+    return salt_of(ring, TenantSalt(tag, 0, session, public, mark))
+
+
+def load(agent: Node, scope: str, tokens: bytes) -> int:
+    with agent.engine(scope) as engine:
+        return engine.load("loaded", tokens + tokens_of(9, 3))[0]
+
+
+def save(agent: Node, scope: str, tokens: bytes) -> None:
+    with agent.engine(scope) as engine:
+        assert engine.save("saved", tokens)
+    agent.idle()
+
+
+def test_public_blocks_are_everybodys_and_the_rest_one_tenants(node: object) -> None:
+    agent: Node = node()  # type: ignore[operator]
+    save(agent, salt(RED), PROMPT)
+    assert load(agent, salt(RED), PROMPT) == 6 * GRID
+    assert load(agent, salt(BLUE), PROMPT) == PUBLIC
+    assert load(agent, salt(RED, session="c" * 24), PROMPT) == PUBLIC
+    assert load(agent, salt(BLUE, public=0), PROMPT) == 0
+    assert load(agent, "", PROMPT) == PUBLIC  # who has no salt has what is public
+    # Other tokens under a salt that calls the first ones public: none of them are.
+    other = tokens_of(2, 6 * GRID)
+    save(agent, salt(RED), other)
+    assert load(agent, salt(BLUE), other) == 0
+    assert load(agent, "", other) == 0
+    assert load(agent, salt(RED), other) == 6 * GRID
+
+
+def test_forged_salts_are_scopes_of_their_own(node: object) -> None:
+    agent: Node = node()  # type: ignore[operator]
+    save(agent, salt(RED), PROMPT)
+    true = salt(RED)
+    stranger = salt(RED, ring=Keyring(b"the secret of another deployment"))
+    for forged in (true[:-1], true + "0", stranger, f"{RED}.0", RED, true.replace("kva1", "kva2")):
+        assert load(agent, forged, PROMPT) == 0
+    swapped = true.replace(RED, BLUE)
+    assert load(agent, swapped, PROMPT) == 0
+
+
+def test_an_agent_that_wants_tenants_keeps_nothing_of_others(node: object) -> None:
+    agent: Node = node("--tenants=required")  # type: ignore[operator]
+    for scope in ("", "free text", salt(RED)[:-1]):
+        with agent.engine(scope) as engine:
+            staged = engine.want("r", PROMPT)
+            assert staged.tokens == 0
+            assert "--tenants required" in staged.why
+            assert engine.save("r", PROMPT) == 0
+    status = agent.idle()
+    assert msgspec.json.decode(msgspec.json.encode(status))["counts"]["salts_refused"] >= 3
+    save(agent, salt(RED), PROMPT)
+    assert load(agent, salt(RED), PROMPT) == 6 * GRID
+
+
+@pytest.mark.parametrize("name", ["a.b", "acme"])
+def test_an_adapter_named_like_a_salt_is_just_an_adapter(node: object, name: str) -> None:
+    agent: Node = node()  # type: ignore[operator]
+    save(agent, salt(RED, public=0), PROMPT)
+    for adapter in (salt(RED), f"{RED}.0", name):
+        with agent.engine("") as engine:
+            assert engine.client.want("r", PROMPT, 0, 30.0, scope="", adapter=adapter)
+            engine.client.end("r")
+        assert load(agent, "", PROMPT) == 0
