@@ -6,6 +6,7 @@ import argparse
 import csv
 import functools
 import io
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -246,8 +247,8 @@ def _workloads(args: argparse.Namespace, setup: Setup) -> list[Workload]:
 
 def _traced(args: argparse.Namespace, setup: Setup) -> Workload:
     trace = opened(args)
-    requests = sum(1 for _ in trace)  # finds faults of the file before anything is simulated
-    limit = min(requests, args.requests or requests)
+    # Counting also finds faults of the file before anything is simulated.
+    limit = sum(1 for _ in itertools.islice(trace, args.requests))
     if not limit:
         raise ConfigError(f"{args.trace}: no requests in it")
     load = offered(setup, trace, limit, args.time_scale)

@@ -147,13 +147,13 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One cell to play. ``limit`` requests at most."""
+    """One cell to play: ``limit`` requests at most."""
 
     workload: Workload
     arrangement: Name
     seed: int
     prefill: int
-    limit: int | None = None
+    limit: int
 
 
 def family(name: str, shape: Family, setup: Setup, load: float, seeds: int) -> Workload:
@@ -378,7 +378,7 @@ def run(
         try:
             splits = _splits(pool, setup, workloads, arrangements, on_cell)
             jobs = [
-                Job(workload, name, seed, splits.get((workload.name, name), 0))
+                Job(workload, name, seed, splits.get((workload.name, name), 0), workload.requests)
                 for workload in workloads
                 for name in arrangements
                 for seed in range(max(1, workload.seeds))
