@@ -198,6 +198,21 @@ async def test_an_agent_does_not_pass_as_a_gateway(agent: NodeAgent, authority: 
         assert "kvatlas://agent/mallory" in node.error
 
 
+async def test_who_was_not_let_in_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZMQ itself would stay away for ever."""
+    monkeypatch.setattr("kvatlas.service.feed._REOPEN_S", 0.05)
+    listeners, curve, heard = Listeners(), new_curve(), Heard()
+    announcer = Announcer(lambda: (), listeners=listeners)
+    feed = Feed(heard, curve=curve)  # type: ignore[arg-type]
+    key = listeners.curve.public
+    feed.add(NODE, Source(announcer.endpoint, announcer.replay_endpoint, curve_key=key))
+    await eventually(lambda: "its handshake failed" in feed.status()[0].error)
+    assert listeners.let_in(curve.public)
+    await eventually(lambda: feed.idle(NODE))
+    await feed.close()
+    await announcer.close()
+
+
 async def test_a_key_is_good_for_a_while(tmp_path: Path) -> None:
     now = [100.0]
     listeners = Listeners(lambda: now[0])

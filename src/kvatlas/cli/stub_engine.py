@@ -11,10 +11,12 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from kvatlas.config_tls import TlsConfig
 from kvatlas.connectors.stub_cluster import StubCluster, StubOptions
 from kvatlas.connectors.stub_text import FileTokenizer, TextTokenizer, WordTokenizer
 from kvatlas.connectors.stub_wire import EVENT_FORMATS
 from kvatlas.core.layout import Layout
+from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import ConfigError
 from kvatlas.workload.device import DEVICES, Device
 from kvatlas.workload.models import known_models, load_config, load_layout
@@ -79,6 +81,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--event-format", choices=EVENT_FORMATS, default="vllm", help="wire form (vllm)")
     add("--topic", default="", help="ZMQ topic of the KV events")
     add("--no-events", action="store_true", help="no KV-event socket")
+    add(
+        "--tls",
+        nargs=3,
+        metavar=("CA", "CERT", "KEY"),
+        help="HTTP over TLS, as kvatlas://engine/NAME; events stay plain, as those of real engines",
+    )
     cache = parser.add_argument_group("cache")
     cache.add_argument(
         "--pool-tokens", type=int, metavar="N", help="room for one request of N tokens"
@@ -146,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
         natural_output_tokens=args.answer_tokens,
         spread=args.spread,
         seed=args.seed,
+        trust=Trust(TlsConfig(*args.tls), "engine") if args.tls else None,
     )
 
     def tokenizer() -> TextTokenizer:

@@ -15,6 +15,7 @@ from kvatlas.connectors.stub_pairs import LEASE_S, Exchange
 from kvatlas.connectors.stub_text import TextTokenizer, WordTokenizer
 from kvatlas.connectors.stub_wire import EventFormat, EventPublisher
 from kvatlas.core.layout import Layout
+from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import ConfigError
 from kvatlas.service.http_server import HttpServer
 from kvatlas.workload.pace import drawn, paced
@@ -44,6 +45,7 @@ class StubOptions(msgspec.Struct, frozen=True):
     spread: float = 1.0
     seed: int = 0
     lease_s: float = LEASE_S
+    trust: Trust | None = None  # HTTP over TLS; events have none, as those of real engines
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -101,7 +103,8 @@ class _Running:
             natural_output_tokens=options.natural_output_tokens,
             exchange=self._exchange,
         )
-        self._server = HttpServer(StubApi(self.engine, self._tokenizer).handle)
+        handle = StubApi(self.engine, self._tokenizer).handle
+        self._server = HttpServer(handle, trust=options.trust)
         try:
             await self._server.start(options.host, ports.http)
         except OSError as error:
@@ -110,7 +113,8 @@ class _Running:
         events = publisher.endpoint if publisher else ""
         replay = publisher.replay_endpoint if publisher else ""
         self._ports = _Ports(self._server.port, _port_of(events), _port_of(replay))
-        url = f"http://{options.host}:{self._server.port}"
+        scheme = "http" if options.trust is None else "https"
+        url = f"{scheme}://{options.host}:{self._server.port}"
         self.address = Address(self.address.name, url, events, replay)
 
     async def stop(self) -> None:

@@ -145,6 +145,7 @@ class Assembly:
             tell=self.steering.tell,
             ranks=self._ranks,
             timing=self.timing,
+            curve=curve,
         )
         self.ahead.agents = self.agents
         self.tenancy.purger = purger_of(self)

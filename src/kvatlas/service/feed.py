@@ -25,7 +25,7 @@ from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Eve
 from kvatlas.core.records import Publisher
 from kvatlas.core.sequence import Apply, Effect, Replay, Reset, Sequencer
 from kvatlas.service import wire
-from kvatlas.service.feed_socket import Curve, attach, tune
+from kvatlas.service.feed_socket import FAILED, MONITORED, Curve, attach, tune
 
 log = logging.getLogger(__name__)
 
@@ -237,13 +237,13 @@ class _Stream:
             )
             return
         sub = self._feed._context.socket(zmq.SUB)
-        monitor = sub.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        monitor = sub.get_monitor_socket(MONITORED)
         try:
             tune(sub, _LIVE_QUEUE_MAX, self._feed.curve, source.curve_key)
             sub.set(zmq.RECONNECT_IVL, 200)
             sub.set(zmq.RECONNECT_IVL_MAX, 2000)
             sub.subscribe(source.topic.encode())
-            monitor = sub.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+            monitor = sub.get_monitor_socket(MONITORED)
             self.status.bound = attach(sub, source.endpoint, source.bind)
         except (zmq.ZMQError, ValueError) as error:
             sub.disable_monitor()
@@ -330,8 +330,10 @@ class _Stream:
         if self._backlog:
             self._apply()
             return True
-        while (frames := _receive(self._monitor)) is not None:
+        while self._monitor is not None and (frames := _receive(self._monitor)) is not None:
             self._on_monitor(frames)
+        if self._sub is None:
+            return False
         more = False
         for _ in range(_MESSAGES_PER_TURN):
             frames = _receive(self._dealer) if self._dealer is not None else None
@@ -354,6 +356,10 @@ class _Stream:
 
     def _on_monitor(self, frames: list[bytes]) -> None:
         event = zmq.Event(struct.unpack("=H", frames[0][:2])[0])
+        if event in FAILED:  # ZMQ would not try again
+            self._close_sockets()
+            self._not_open(f"{self.status.source.endpoint}: its handshake failed: keys of others?")
+            return
         self.status.connected = event is zmq.Event.HANDSHAKE_SUCCEEDED
         if self.status.connected:
             self._perform(self._sequencer.connected(self._loop.time()))

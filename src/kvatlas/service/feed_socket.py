@@ -14,6 +14,13 @@ import zmq
 from kvatlas.errors import ConfigError
 from kvatlas.service import wire
 
+FAILED = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+)
+#: What is heard of a connection.
+MONITORED = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | FAILED
 CURVE_HEADER = "x-kvatlas-curve"
 CURVE_KEY_CHARS = 40  # 32 bytes in Z85
 
