@@ -215,7 +215,9 @@ def _x_axis(scale: Scale, foot: float, top: float) -> str:
     for tick in scale.ticks:
         x = scale.at(tick)
         out += f'<path class=grid d="M{x:.1f} {foot}V{top}"/>'
-        out += _words(x, foot + 16, number(tick), "middle", "")
+        said = number(tick)
+        room = x + len(said) * 3.5 <= _WIDTH  # half of its width
+        out += _words(x if room else _WIDTH, foot + 16, said, "middle" if room else "end", "")
     return out + _words((left + right) / 2, foot + 36, scale.axis.title, "middle", "ink")
 
 

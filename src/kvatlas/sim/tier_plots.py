@@ -19,7 +19,7 @@ _WAYS = {
     "seal": "down: record in",
     "demote": "down: demote to",
     "load": "up: load from",
-    "promote": "up: promote from",
+    "promote": "up: promote to",
     "hand": "across: hand",
 }
 _BEYOND = 4  # times the distinct tokens: what holds more is told, not drawn

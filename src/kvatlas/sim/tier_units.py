@@ -57,8 +57,8 @@ class Bytes(Protocol):
 
 
 class AgentUse(msgspec.Struct, frozen=True):
-    """One node's agent: bytes moved, by what was done and by tier (a load and a promotion: where
-    from, else where to), bytes held in the end by tier, and what was dropped, by reason."""
+    """One node's agent: bytes moved, by what was done and by tier (of a load where from, else where
+    to), bytes held in the end by tier, and what was dropped, by reason."""
 
     moved_bytes: dict[str, int]
     held_bytes: dict[str, int]
