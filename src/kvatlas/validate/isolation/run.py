@@ -15,7 +15,7 @@ from kvatlas.validate.isolation.marks import CLASSES, Violation
 from kvatlas.validate.isolation.planted import BY_NAME
 from kvatlas.validate.isolation.world import World
 
-STEPS = 2000  # operations of one world
+OPERATIONS = 4000  # of one world
 _FAILING_MAX = 10
 
 
@@ -51,13 +51,13 @@ class Report(msgspec.Struct, frozen=True):
         return not any(self.violations.values())
 
 
-def play(seed: int, steps: int = STEPS, *, leak: str = "", stop: bool = False) -> Played:
+def play(seed: int, operations: int = OPERATIONS, *, leak: str = "", stop: bool = False) -> Played:
     """One world. ``leak``: a planted one; ``stop``: at the first violation."""
     with BY_NAME[leak]() if leak else contextlib.nullcontext():
         world = World(seed)
         judge = world.judge
         try:
-            while judge.at < steps and not (stop and judge.found):
+            while world.operations < operations and not (stop and judge.found):
                 world.step()
             if not (stop and judge.found):
                 world.finish()
@@ -65,15 +65,20 @@ def play(seed: int, steps: int = STEPS, *, leak: str = "", stop: bool = False) -
             judge.report("crash", traceback.format_exc(limit=-4))
     kinds, hits = dict(sorted(world.counts.items())), dict(sorted(judge.hits.items()))
     return Played(
-        seed, judge.at, world.inputs, kinds, hits, dict(judge.found), tuple(judge.violations)
+        seed,
+        world.operations,
+        world.inputs,
+        kinds,
+        hits,
+        dict(judge.found),
+        tuple(judge.violations),
     )
 
 
 def run(operations: int, *, first_seed: int = 0, jobs: int = 1) -> Iterator[Played]:
-    """Worlds of `STEPS` operations until there are so many."""
-    seeds = range(first_seed, first_seed + -(-operations // STEPS))
-    steps = min(STEPS, operations)
-    one = partial(play, steps=steps)
+    """Worlds of `OPERATIONS` each, or a few more, until there are so many."""
+    seeds = range(first_seed, first_seed + -(-operations // OPERATIONS))
+    one = partial(play, operations=min(OPERATIONS, operations))
     if jobs <= 1 or len(seeds) < 2:
         yield from map(one, seeds)
         return
@@ -119,11 +124,11 @@ class Caught(msgspec.Struct, frozen=True):
     by: str = ""
 
 
-def catch(name: str, seeds: Sequence[int] = range(8), steps: int = STEPS) -> Caught:
+def catch(name: str, seeds: Sequence[int] = range(8), operations: int = OPERATIONS) -> Caught:
     """Play worlds with a leak until it is seen. Raises KeyError for no such leak."""
     leak, before = BY_NAME[name], 0
     for seed in seeds:
-        played = play(seed, steps, leak=name, stop=True)
+        played = play(seed, operations, leak=name, stop=True)
         before += played.operations
         if played.violations:
             by = played.violations[0].kind

@@ -93,6 +93,11 @@ class World:
         self._build()
 
     @property
+    def operations(self) -> int:
+        """Requests, copies that ended, and all else that was done."""
+        return self.counts.total()
+
+    @property
     def inputs(self) -> int:
         """What dispatcher and agents were told."""
         return self._told_core + sum(node.told for node in self.nodes)
@@ -118,6 +123,7 @@ class World:
                 now=lambda: self._now,
                 label=self.label,
                 say=self._said,
+                ended=self._ended,
             )
             self.nodes.append(node)
         for node in self.nodes:
@@ -187,6 +193,9 @@ class World:
         whole = len(prompt.tokens) // (4 * grid) * 4 * grid
         return tuple(chain.extend(memoryview(prompt.tokens)[:whole]))
 
+    def _ended(self, kind: str) -> None:
+        self.counts[kind] += 1
+
     def _said(self, publisher: Publisher, events: tuple[Event, ...]) -> None:
         self._told_core += 1
         self.dispatcher.apply(publisher, events)
@@ -214,7 +223,8 @@ class World:
 
     def _do(self, kind: Callable[[World], None]) -> None:
         kind(self)
-        self.counts[kind.__name__.lstrip("_")] += 1
+        if kind not in (World._move, World._fail):  # what ends then counts by itself
+            self.counts[kind.__name__.lstrip("_")] += 1
 
     def finish(self) -> None:
         """Let everything end, and look once more."""
@@ -240,6 +250,7 @@ class World:
         if self.cast.asked:
             first = self.draw.choice(self.cast.asked)
             tenant = self.cast.tenants[first.tenant]
+            self.counts["ask"] += 6
             for _ in range(6):
                 tokens = first.tokens + self.draw.randbytes(64)
                 self._request(self.cast.of(tenant, first.session, tokens, first.adapter))
