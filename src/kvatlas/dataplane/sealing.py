@@ -86,7 +86,8 @@ class Sealer:
         kernel gives them, of which a disk's driver has fewer to look up."""
         there: memoryview | None = getattr(self._local, "room", None)
         if there is None or len(there) < size_bytes:
-            made = mmap.mmap(-1, whole(size_bytes, _HUGE_BYTES))
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            made = mmap.mmap(-1, whole(size_bytes, _HUGE_BYTES), flags)
             with contextlib.suppress(OSError):
                 made.madvise(mmap.MADV_HUGEPAGE)
             self._local.room = there = memoryview(made)
