@@ -162,16 +162,19 @@ def _rewrite(path: Path, meant: Callable[[str], bool]) -> tuple[int, int]:
     """The file without those lines, in one step; how many there were, and their bytes."""
     made = path.with_name(f".{path.name}.purged")
     count = size_bytes = 0
-    with made.open("wb") as file:
-        for line, goes in _meant_lines(path, meant):
-            if goes:
-                count, size_bytes = count + 1, size_bytes + len(line)
-            else:
-                file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
-    made.chmod(path.stat().st_mode & 0o777)
-    made.replace(path)
+    try:
+        with made.open("wb") as file:
+            made.chmod(path.stat().st_mode & 0o777)
+            for line, goes in _meant_lines(path, meant):
+                if goes:
+                    count, size_bytes = count + 1, size_bytes + len(line)
+                else:
+                    file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        made.replace(path)
+    finally:
+        made.unlink(missing_ok=True)
     return count, size_bytes
 
 

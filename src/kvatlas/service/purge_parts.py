@@ -87,7 +87,7 @@ class Here:
             for place, (count, size_bytes, left) in (await self.log.forget(meant)).items()
         ]
         if self._recorder is not None:
-            count, size_bytes, left_bytes = self._recorder.forget(meant)
+            count, size_bytes, left_bytes = await self._recorder.forget(meant)
             how, note = "deleted", "its KV events do not say whose they are: removed as a whole"
             gone.append(Gone("recording", how, count, size_bytes, 0, left_bytes, note))
         if self._tokenizer is not None:

@@ -1,0 +1,23 @@
+"""Scripts in `examples/` do what they say, by their exit status."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LIMIT_S = 90.0  # a third of a minute where nothing else runs
+
+
+def run(name: str, *options: str) -> str:
+    """What it prints."""
+    command = [sys.executable, str(EXAMPLES / name), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_tenant_is_purged_under_load(tmp_path: Path) -> None:
+    told = run("purge_under_load.py", "--receipt", str(tmp_path / "receipt.json"))
+    assert told.endswith("nothing of red is left\n")
