@@ -276,6 +276,7 @@ def test_a_prefix_goes_by_its_keys(rig: Rig) -> None:
     receipt = rig.purge(prefix={"prompt": "hello"})
     assert receipt.floors == ()
     assert receipt.keys == ("ab" * 16,)
+    assert receipt.answers[-1].gone[0].how == "untouched"  # its salt reaches it in engines
     assert {order.keys for _, order in rig.agents.orders} == {(bytes.fromhex("ab" * 16),)}
 
 

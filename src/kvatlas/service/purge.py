@@ -213,7 +213,7 @@ class Purger:
                 done[answer.who] = answer
         for name, engine in self._here.engines().items():
             if f"engine {name}" not in done:
-                done[f"engine {name}"] = await self._engine(name, engine, reset=receipt.reset)
+                done[f"engine {name}"] = await self._engine(name, engine, receipt)
         answers = tuple(done.values())
         completed_at = self._clock() if all(answer.done for answer in answers) else 0.0
         return self._put(
@@ -228,10 +228,11 @@ class Purger:
             return Answer(_GATEWAY, error=f"{type(error).__name__}: {error}")
         return Answer(_GATEWAY, self._clock(), gone=gone)
 
-    async def _engine(self, name: str, engine: Engine, *, reset: bool) -> Answer:
+    async def _engine(self, name: str, engine: Engine, receipt: Receipt) -> Answer:
         who = f"engine {name}"
         try:
-            gone = await of_engine(engine, reset=reset)
+            rotated = bool(receipt.floors)
+            gone = await of_engine(engine, reset=receipt.reset, rotated=rotated)
         except EngineError as error:
             return Answer(who, error=str(error))
         return Answer(who, self._clock(), gone=(gone,))

@@ -148,9 +148,13 @@ async def order_agent(
         raise EngineError(f"{url}: no answer of an agent: {error}") from error
 
 
-async def of_engine(engine: Engine, *, reset: bool) -> Gone:
+async def of_engine(engine: Engine, *, reset: bool, rotated: bool) -> Gone:
     """What becomes of it in an engine's own memory: a salt that is not used any more reaches
-    nothing; emptied, it is gone, with all that others have there. Raises EngineError."""
+    nothing (``rotated``: it is not); emptied, it is gone, with all that others have there. Raises
+    EngineError."""
+    if not reset and not rotated:
+        note = "a prompt's blocks stay there, and can be used by its tenant: see --reset-engines"
+        return Gone("hbm", "untouched", note=note)
     if not reset:
         note = "by salt rotation: nobody asks for it; its blocks go when the engine evicts them"
         return Gone("hbm", "unreachable", note=note)
