@@ -27,7 +27,6 @@ ALGORITHMS = (
     *("ES256", "ES384", "ES512", "Ed25519"),
 )
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # 0: no end
 RotationSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 21)]
 
@@ -68,7 +67,6 @@ class Quotas(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     dram: Bytes | None = None
     disk: Bytes | None = None
-    object: Bytes | None = None
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,7 +75,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``jwt``: what the tenant claim of its tokens says ("": its name). ``epoch`` and ``rotation_s``:
     what it cached before `epoch` was raised, or in an earlier period, is not found any more.
     ``share``: what is not public is shared within the tenant, or within a session alone.
-    ``quota_bytes``: what it may hold, per tier of each node; ``ttl_s``: for how long.
+    ``quota_bytes``: what it may hold in each node's own tiers.
     """
 
     name: str
@@ -87,7 +85,6 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rotation_s: RotationSeconds = 0.0
     share: Literal["tenant", "session"] = "tenant"
     quota_bytes: Quotas = Quotas()
-    ttl_s: Seconds = 0.0
 
 
 class TenantsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

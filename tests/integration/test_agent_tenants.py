@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
+
 import msgspec
 import pytest
 from fake_engine import GRID, tokens_of
@@ -9,6 +12,8 @@ from test_agent_purge import BLUE, RED, RING, Node, node
 
 from kvatlas.core.keys import Keyring
 from kvatlas.core.tenancy import TenantSalt, mark_of, prefix_digest, salt_of
+from kvatlas.service.agent_pulls import PROOF
+from kvatlas.service.tenant_limits import LIMITS, Limits
 
 __all__ = ["node"]  # the fixture
 PROMPT = tokens_of(1, 6 * GRID)
@@ -71,6 +76,36 @@ def test_an_agent_that_wants_tenants_keeps_nothing_of_others(node: object) -> No
     assert msgspec.json.decode(msgspec.json.encode(status))["counts"]["salts_refused"] >= 3
     save(agent, salt(RED), PROMPT)
     assert load(agent, salt(RED), PROMPT) == 6 * GRID
+
+
+def limits(agent: Node, ring: Keyring = RING, life: str = "", **quotas: int) -> int:
+    """Told as a gateway tells it; the status of the answer."""
+    life = life or str(agent.wait(lambda _: True)["arena"])
+    body, proof = Limits(life, {RED: quotas} if quotas else {}).signed(ring)
+    ask = urllib.request.Request(agent.url + LIMITS, body, {PROOF: proof})
+    try:
+        with urllib.request.urlopen(ask, timeout=25) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_quota_is_told_by_who_has_the_secret_and_holds(node: object) -> None:
+    agent: Node = node()  # type: ignore[operator]
+    assert limits(agent, dram=0, disk=0) == 200
+    with agent.engine(salt(RED, public=0)) as engine:
+        engine.save("saved", PROMPT)
+    agent.idle()
+    assert load(agent, salt(RED, public=0), PROMPT) == 0
+    save(agent, salt(BLUE, public=0), PROMPT)
+    assert load(agent, salt(BLUE, public=0), PROMPT) == 6 * GRID
+    assert limits(agent, Keyring(b"another secret than theirs"), dram=1) == 403
+    assert limits(agent, life="an earlier one", dram=1) == 409
+    assert limits(agent, hbm=1) in (200, 400)
+    assert limits(agent, nowhere=1) == 400
+    assert limits(agent) == 200  # no limits any more
+    save(agent, salt(RED, public=0), PROMPT)
+    assert load(agent, salt(RED, public=0), PROMPT) == 6 * GRID
 
 
 @pytest.mark.parametrize("name", ["a.b", "acme"])

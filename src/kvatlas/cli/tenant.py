@@ -31,7 +31,7 @@ _EPILOG = """\
   kvatlas tenant list
   kvatlas tenant get acme --json
   kvatlas tenant set acme --new-key            prints an API key, once; the file has its digest
-  kvatlas tenant set acme --dram 8GB --disk 200GB --ttl 7d
+  kvatlas tenant set acme --dram 8GB --disk 200GB
   kvatlas tenant set acme --raise-epoch        nothing that it has cached is found any more
   kvatlas tenant digest --messages system.json --url http://gateway:8000
 
@@ -76,7 +76,6 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
     add("--share", choices=("tenant", "session"), help="who shares what is not public")
     add("--rotation", metavar="TIME", help="new salts so often (12h); 0: never")
     add("--raise-epoch", action="store_true", help="what it has cached is not found any more")
-    add("--ttl", metavar="TIME", help="how long what it has cached is kept (7d); 0: no end")
     for tier in Quotas.__struct_fields__:
         add(f"--{tier}", metavar="SIZE", help=f"what it may hold in {tier} of each node; none")
 
@@ -144,12 +143,11 @@ def _shown(ring: Keyring, tenant: Tenant) -> dict[str, Any]:
         "epoch": tenant.epoch,
         "rotation_s": tenant.rotation_s,
         "quota_bytes": msgspec.to_builtins(tenant.quota_bytes),
-        "ttl_s": tenant.ttl_s,
     }
 
 
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table("tenant", "tag", "keys", "share", "epoch", "quotas", "ttl", box=None)
+    table = Table("tenant", "tag", "keys", "share", "epoch", "quotas", box=None)
     for row in rows:
         quotas = ", ".join(f"{t} {size / 1e9:g} GB" for t, size in row["quota_bytes"].items())
         table.add_row(
@@ -159,7 +157,6 @@ def _print(rows: list[dict[str, Any]], console: Console) -> None:
             row["share"],
             str(row["epoch"]),
             quotas or "–",
-            f"{row['ttl_s']:g} s" if row["ttl_s"] else "–",
         )
     console.print(table)
 
@@ -195,9 +192,8 @@ def _change(args: argparse.Namespace, tenant: dict[str, Any], made: str) -> None
     for option, value in (("jwt", args.jwt), ("share", args.share)):
         if value is not None:
             tenant[option] = value
-    for option, given in (("rotation_s", args.rotation), ("ttl_s", args.ttl)):
-        if given is not None:
-            tenant[option] = _seconds(given)
+    if args.rotation is not None:
+        tenant["rotation_s"] = _seconds(args.rotation)
     if args.raise_epoch:
         tenant["epoch"] = int(tenant.get("epoch", 0)) + 1
     for tier in Quotas.__struct_fields__:

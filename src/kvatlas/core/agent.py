@@ -335,8 +335,8 @@ class Agent:
                 self._ends.recall(owner)
                 for tier, ledger in node.inventory.ledgers.items():
                     node.freed(tier, ledger.forget(_owner(owner)).entries)
-            case Quota(tenant, size_bytes):
-                self._set_quota(tenant, size_bytes)
+            case Quota():
+                self._set_quota(event)
             case Resize(tier, capacity_bytes):
                 if (resized := node.ledger(tier)) is not None:
                     resized.resize(capacity_bytes)
@@ -364,11 +364,13 @@ class Agent:
                     leased[name] = None
         return tuple(leased)
 
-    def _set_quota(self, tenant: str, size_bytes: int | None) -> None:
-        for ledger in self._node.inventory.ledgers.values():
-            quotas = {t: q for t, q in ledger.limits.quotas.items() if t != tenant}
-            if size_bytes is not None:
-                quotas[tenant] = size_bytes
+    def _set_quota(self, event: Quota) -> None:
+        for tier, ledger in self._node.inventory.ledgers.items():
+            if event.tier not in (None, tier):
+                continue
+            quotas = {t: q for t, q in ledger.limits.quotas.items() if t != event.tenant}
+            if event.size_bytes is not None:
+                quotas[event.tenant] = event.size_bytes
             ledger.limits = msgspec.structs.replace(ledger.limits, quotas=quotas)
 
     def _held_of(

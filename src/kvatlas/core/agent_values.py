@@ -274,10 +274,12 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class Quota(msgspec.Struct, frozen=True, tag=True):
-    """What a tenant may hold in each tier of this node, in bytes; None: no limit of its own."""
+    """What a tenant may hold in a tier of this node (None: in each), in bytes; None: no limit of
+    its own."""
 
     tenant: str
     size_bytes: int | None
+    tier: Tier | None = None
 
 
 class Resize(msgspec.Struct, frozen=True, tag=True):

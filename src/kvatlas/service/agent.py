@@ -48,6 +48,7 @@ from kvatlas.service.agent_shared import Place, SharedSettings, opened
 from kvatlas.service.agent_socket import Peer, Prompt, UnprovedError, ended, listen, process_of
 from kvatlas.service.agent_status import own_tiers
 from kvatlas.service.rdma_ports import INFINIBAND, read_ports
+from kvatlas.service.tenant_limits import Limited
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +164,7 @@ class NodeAgent:
             self._driver,
             send=self._ready,
             seek_s=self.settings.shared.seek_s,
+            tenants_required=self.settings.tenants_required,
         )
         given = {Tier.DRAM: self.settings.dram_bytes}
         if self._disk is not None:
@@ -175,6 +177,7 @@ class NodeAgent:
             tiers=self._tiers,
             given=given,
         )
+        self.front.limited = Limited(self._ring, self._driver.tell, self._life())
         self.front.pulls = Pulls(self._ring, self.errands, self._core, self._life())
         self.front.purges = Purges(self._ring, self._core, self._driver, self.front, self.keys)
         self.counts["found"] = self._driver.found()
@@ -301,9 +304,6 @@ class NodeAgent:
                     raise EngineError(f"checksums have {SUM_BYTES} bytes")
                 read = {name: checksum_int(checksum) for name, checksum in sums}
                 self.driver.saved(peer.name, op, read)
-            case wire.Look() | wire.Take() | wire.Give() if self.settings.tenants_required:
-                self.counts["salts_refused"] += 1
-                raise EngineError("pages do not say whose they are: --tenants required")
             case wire.Look() | wire.Take() | wire.Give():
                 answer = self._pages.answer(peer.name, peer.member, message)
                 if answer is not None:

@@ -22,6 +22,7 @@ from kvatlas.service.http import Limits, Request, envelope
 from kvatlas.service.http_reply import JSON, Reply
 from kvatlas.service.http_server import HttpServer
 from kvatlas.service.rdma_ports import RdmaPorts
+from kvatlas.service.tenant_limits import LIMITS, Limited
 from kvatlas.service.trust_metrics import TrustMetrics, trust_problems
 
 DESCRIPTION = "/kvatlas/agent"
@@ -84,6 +85,7 @@ class Front:
         self._host = ""
         self.pulls: Pulls | None = None  # before they are there, nothing is asked
         self.purges: Purges | None = None
+        self.limited: Limited | None = None
 
     async def start(self, life: str, host: str, port: int, events_port: int) -> None:
         """Before anything is announced. Raises ConfigError where an address cannot be had."""
@@ -148,6 +150,8 @@ class Front:
         page = pages.get(request.path)
         if request.path == PULL and request.method == "POST" and self.pulls is not None:
             await self.pulls.answer(request, reply)
+        elif request.path == LIMITS and request.method == "POST" and self.limited is not None:
+            self.limited.answer(request, reply)
         elif request.path == PURGE and request.method == "POST" and self.purges is not None:
             await self.purges.answer(request, reply)
         elif page is None:

@@ -31,9 +31,12 @@ class Pages:
         *,
         send: Callable[[str, wire.FromAgent], None],
         seek_s: float,
+        tenants_required: bool = False,
     ) -> None:
         """``send``: to an engine, where it is still there. ``seek_s``: how long shared tiers may
-        take to say what they have."""
+        take to say what they have. ``tenants_required``: nothing is done for such engines, which
+        do not say whose a page is."""
+        self._tenants_required = tenants_required
         self._ring = ring
         self._core = core
         self._driver = driver
@@ -44,6 +47,8 @@ class Pages:
         self, worker: str, member: Member, message: wire.Look | wire.Take | wire.Give
     ) -> wire.FromAgent | None:
         """None: the answer comes later. Raises EngineError for what is no question."""
+        if self._tenants_required:
+            raise EngineError("pages do not say whose they are, and --tenants required asks that")
         fingerprint = self._driver.loads.engines[worker].fingerprint
         keys = self._keys(fingerprint, message.hashes)
         if not 0 <= message.first <= len(keys):

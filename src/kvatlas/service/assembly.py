@@ -112,7 +112,7 @@ class Assembly:
         if self.recorder is not None:
             self.recorder.keys_of = self.dispatcher.keys_below
         self._clock = clock
-        self.tenancy = Tenancy(config, keyring, self.tokenizer)
+        self.tenancy = Tenancy(config, keyring, self.tokenizer, self.agents_client)
         tokens, salts = self.tokenizer, self.tenancy.salts
         self.steering = Steering(
             dispatcher=self.dispatcher, log=self.log, tokens=tokens, salts=salts, clock=clock
@@ -147,7 +147,7 @@ class Assembly:
             timing=self.timing,
             curve=curve,
         )
-        self.ahead.agents = self.agents
+        self.ahead.agents = self.tenancy.agents = self.agents
         self.tenancy.purger = purger_of(self)
         await self.tenancy.start()
         await self.agents.take(self.config.agent)
@@ -173,7 +173,6 @@ class Assembly:
             if name not in self.engines.workers:
                 self.engines.add(worker)
         await self.agents.take(config.agent)
-        await self.tenancy.refresh()
 
     async def close(self) -> None:
         """Ends every task and socket."""

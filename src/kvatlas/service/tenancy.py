@@ -8,26 +8,37 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from kvatlas.config import Config
+from kvatlas.config_tenants import TenantsFile
 from kvatlas.core.keys import Keyring
-from kvatlas.errors import RequestError
+from kvatlas.errors import EngineError, RequestError
+from kvatlas.service.agent_pulls import PROOF
+from kvatlas.service.agents import Agents
+from kvatlas.service.http_client import HttpClient
 from kvatlas.service.isolation import paths_for
+from kvatlas.service.probe import ANSWER_BYTES_MAX
 from kvatlas.service.public_prefixes import PublicPrefixes
 from kvatlas.service.purge import PAGE, Purger
 from kvatlas.service.salts import Salts
 from kvatlas.service.steer import Inbound
+from kvatlas.service.tenant_limits import LIMITS, Limits, limits_of
 from kvatlas.service.tenants import Tenants
 from kvatlas.service.tokens import Tokenizer
 
 log = logging.getLogger(__name__)
 
 REFRESH_S = 2.0
+_TIMEOUT_S = 5.0
 
 
 class Tenancy:
     """`start` it on a running loop, `close` it. Without [tenants] there is no door."""
 
-    def __init__(self, config: Config, ring: Keyring, tokenizer: Tokenizer | None) -> None:
-        """Raises ConfigError for files that cannot be used."""
+    def __init__(
+        self, config: Config, ring: Keyring, tokenizer: Tokenizer | None, client: HttpClient
+    ) -> None:
+        """``client``: to agents. Raises ConfigError for files that cannot be used."""
+        self.agents: Agents | None = None  # before they are there, none is told of limits
+        self._teller = Teller(ring, client)
         self.tenants: Tenants | None = None
         self.public: PublicPrefixes | None = None
         if config.tenants.on:
@@ -66,12 +77,14 @@ class Tenancy:
         """Reads again what has changed; what could not be made into tokens is tried once more."""
         if self.tenants is not None:
             self.tenants.refresh()
+            if self.agents is not None:
+                await self._teller.tell(self.agents, self.tenants.file)
         if self.public is not None:
             await self.public.refresh(again=bool(self.public.problems))
 
     def problems(self) -> dict[str, str]:
         """What is wrong with them, for /health: by file or entry."""
-        found = {}
+        found = {f"limits at {name}": why for name, why in self._teller.problems.items()}
         if self.tenants is not None and self.tenants.problem:
             found["file"] = self.tenants.problem
         if self.public is not None:
@@ -90,3 +103,45 @@ class Tenancy:
             return await self.purger.question(request)
 
         return {PAGE: purge}
+
+
+class Teller:
+    """A gateway's side. On the event loop."""
+
+    def __init__(self, ring: Keyring, client: HttpClient) -> None:
+        self.problems: dict[str, str] = {}  # agent → why it does not know the limits as they are
+        self._ring = ring
+        self._client = client
+        self._told: dict[str, Limits] = {}
+
+    async def tell(self, agents: Agents, file: TenantsFile) -> None:
+        """Each agent that is there and knows other limits than those of the file."""
+        quotas = limits_of(self._ring, file)
+        there = {n: node for n, node in agents.nodes.items() if node.told is not None}
+        self._told = {name: told for name, told in self._told.items() if name in there}
+        self.problems = {name: why for name, why in self.problems.items() if name in there}
+        for name, node in there.items():
+            limits = Limits(node.told.life if node.told else "", quotas)
+            if self._told.get(name) == limits or (not quotas and name not in self._told):
+                continue
+            try:
+                await self._ask(node.config.url.rstrip("/") + LIMITS, limits)
+            except EngineError as error:
+                self.problems[name] = str(error)
+            else:
+                self._told[name] = limits
+                self.problems.pop(name, None)
+
+    async def _ask(self, url: str, limits: Limits) -> None:
+        body, proof = limits.signed(self._ring)
+        answer = await self._client.request(
+            "POST",
+            url,
+            headers=[(PROOF.encode(), proof.encode())],
+            body=body,
+            timeout_s=_TIMEOUT_S,
+            size_max=ANSWER_BYTES_MAX,
+        )
+        if answer.status != 200:
+            said = answer.body[:500].decode(errors="replace")
+            raise EngineError(f"{url}: status {answer.status}: {said}")

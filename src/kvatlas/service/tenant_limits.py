@@ -1,0 +1,91 @@
+"""What tenants may hold on each node: told to the agents by gateways, from the operator's file.
+
+The file is what lasts. A gateway tells each agent all of it, once per life of the agent and again
+when it has changed; who tells it has the secret, as for copies (`service.agent_pulls`).
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from kvatlas.config_tenants import TENANTS_MAX, TenantsFile
+from kvatlas.core import agent_values as words
+from kvatlas.core.keys import Keyring
+from kvatlas.core.records import Tier
+from kvatlas.core.tenancy import tag_of
+from kvatlas.service.agent_pulls import PROOF
+from kvatlas.service.http import Request, envelope
+from kvatlas.service.http_reply import JSON, Reply
+
+LIMITS = "/kvatlas/limits"
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """All limits of all tenants, by tag and tier; who is not named has none. ``life``: of the
+    agent that is meant."""
+
+    life: str
+    quota_bytes: dict[str, dict[str, int]] = {}
+
+    def signed(self, ring: Keyring) -> tuple[bytes, str]:
+        """The body, and the header that proves who wrote it."""
+        body = msgspec.msgpack.encode(self)
+        return body, ring.proof(body).hex()
+
+
+def limits_of(ring: Keyring, file: TenantsFile) -> dict[str, dict[str, int]]:
+    """Those of the operator's file."""
+    told = {tag_of(ring, t.name): msgspec.to_builtins(t.quota_bytes) for t in file.tenant}
+    return {tag: quotas for tag, quotas in told.items() if quotas}
+
+
+class Limited:
+    """An agent's side: does as it is told. On the event loop."""
+
+    def __init__(self, ring: Keyring, tell: Callable[[words.Quota], None], life: str) -> None:
+        self.count = 0  # tenants with a limit
+        self._ring = ring
+        self._tell = tell
+        self._life = life
+        self._known: set[tuple[str, Tier]] = set()
+
+    def answer(self, request: Request, reply: Reply) -> None:
+        """One request to `LIMITS`."""
+        status, why = self._take(request)
+        if why:
+            reply.send(status, [JSON], envelope(why, status=status))
+        else:
+            reply.send_json(200, {"tenants": self.count})
+
+    def _take(self, request: Request) -> tuple[int, str]:
+        proof = self._ring.proof(request.body).hex()
+        if not hmac.compare_digest(request.header(PROOF).encode(), proof.encode()):
+            return 403, "whoever asked has another secret than this agent (keys.secret_file)"
+        try:
+            told = msgspec.msgpack.decode(request.body, type=Limits)
+            wanted = _by_tier(told.quota_bytes)
+        except (msgspec.MsgspecError, KeyError) as error:
+            return 400, f"not what a gateway of this version says: {error}"
+        if told.life != self._life:
+            return 409, "this was told to an agent that is no more: another life began here"
+        if len(told.quota_bytes) > TENANTS_MAX:
+            return 413, f"limits of more than {TENANTS_MAX} tenants"
+        for tag, tier in self._known - wanted.keys():
+            self._tell(words.Quota(tag, None, tier))
+        for (tag, tier), size_bytes in wanted.items():
+            self._tell(words.Quota(tag, max(0, size_bytes), tier))
+        self._known = set(wanted)
+        self.count = len(told.quota_bytes)
+        return 200, ""
+
+
+def _by_tier(quotas: Mapping[str, Mapping[str, int]]) -> dict[tuple[str, Tier], int]:
+    """Raises KeyError for what is no tier."""
+    return {
+        (tag, Tier[name.upper()]): size
+        for tag, tiers in quotas.items()
+        for name, size in tiers.items()
+    }
