@@ -284,6 +284,8 @@ def test_a_prefix_goes_by_its_keys(rig: Rig) -> None:
     ("more", "why"),
     [
         ({"tenant": "blue"}, "no tenant"),
+        ({"tenant": "a/../red"}, "the tenant's name"),
+        ({"tenant": ""}, "the tenant's name"),
         ({"epoch": 9}, "epoch 1, not 9"),
         ({"at": NOW - 9999}, "too long ago"),
         ({"at": NOW + 9999}, "too long ago"),

@@ -131,7 +131,7 @@ class Purger:
         """What is meant, before anybody is asked. Raises RequestError."""
         if not is_id(wanted.id):
             raise _refused(f"{wanted.id!r} can be no purge's name: letters, digits, hyphens")
-        if abs(self._clock() - wanted.at) > AGE_S_MAX:
+        if not abs(self._clock() - wanted.at) <= AGE_S_MAX:
             raise _refused("this was ordered too long ago (or the clocks differ): order it anew")
         if self.receipts.full():
             raise _refused("there are too many receipts: take old ones away, and restart")
@@ -160,7 +160,10 @@ class Purger:
         )
 
     def _tenant(self, wanted: Wanted) -> Tenant:
-        name = checked_name(wanted.tenant)
+        try:
+            name = checked_name(wanted.tenant)
+        except ValueError as error:
+            raise _refused(f"the tenant's name: {error}") from error
         found = next((each for each in self._tenants.file.tenant if each.name == name), None)
         if found is None:
             raise _refused(f"there is no tenant {name!r} in the file of this gateway")

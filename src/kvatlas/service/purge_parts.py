@@ -77,7 +77,8 @@ class Here:
         asked = Inbound(request.id, path, body, request.headers, tenant=salt)
         keys = await self._steering.keys_below(asked)
         if not keys:
-            raise RequestError("no engine that is up has keys for this prompt", code="not_purged")
+            why = "no engine that is up has keys for this prompt"
+            raise RequestError(why, status=409, code="not_purged")
         return tuple(key.hex() for key in keys)
 
     async def forget(self, meant: Callable[[str], bool]) -> tuple[Gone, ...]:
