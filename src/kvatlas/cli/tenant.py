@@ -16,6 +16,7 @@ import tomlkit
 from rich.console import Console
 from rich.table import Table
 
+from kvatlas.cli import tenant_digest
 from kvatlas.cli.output import print_json
 from kvatlas.config import Config, read_secret, size_bytes
 from kvatlas.config import load as load_config
@@ -33,7 +34,7 @@ _EPILOG = """\
   kvatlas tenant set acme --new-key            prints an API key, once; the file has its digest
   kvatlas tenant set acme --dram 8GB --disk 200GB
   kvatlas tenant set acme --raise-epoch        nothing that it has cached is found any more
-  kvatlas tenant digest --messages system.json --url http://gateway:8000
+  kvatlas tenant digest --prompt manual.txt --first 4096 --name manual >> public.toml
 
 The file is the one that [tenants] of kvatlas.toml names; running gateways see a change by
 themselves, and tell the agents.
@@ -53,6 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     one.add_argument("name")
     one.add_argument("--json", action="store_true")
     _add_set(_add(what, "set", "make or change a tenant", _set))
+    tenant_digest.add_parser(what)
     from kvatlas.cli import tenant_purge  # noqa: PLC0415 - it changes the file by what is here
 
     tenant_purge.add_parsers(what)

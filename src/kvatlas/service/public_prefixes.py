@@ -180,16 +180,6 @@ class PublicPrefixes:
         return best
 
 
-async def digest_of(to_tokens: ToTokens, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
-    """Tokens and digest of a whole prompt, for a policy. Raises ConfigError."""
-    prompt = await to_tokens(path, body)
-    if prompt.reason or not prompt.tokens:
-        raise ConfigError(
-            f"the prompt cannot be made into tokens: {prompt.reason or 'it is empty'}"
-        )
-    return len(prompt.tokens) // 4, prefix_digest(prompt.tokens).hex()
-
-
 def of_all(prefixes: PublicPrefixes, prompts: Sequence[bytes]) -> Public:
     """How far each of several prompts, which go under one salt, begins with one public prefix."""
     first = min((prefixes.longest(tokens) for tokens in prompts), key=lambda p: p.tokens)
