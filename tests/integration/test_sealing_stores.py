@@ -31,7 +31,8 @@ from kvatlas.dataplane.tiers.framing import HEADER_BYTES
 from kvatlas.dataplane.tiers.opening import open_object
 
 SIZE = 20_000
-TENANT, OTHER = "a" * 24, "b" * 24
+TAG = "a" * 24
+TENANT, OTHER = TAG + ".7", "b" * 24 + ".1"  # owners: a tenant's tag, and an epoch
 
 
 class Disk:
@@ -243,7 +244,7 @@ def test_a_dropped_key_is_a_miss_and_gives_the_room_back(
 ) -> None:
     mine = [value(b"unit-%d" % n) for n in range(4)]
     assert run(store.write, *mine, value(b"other", OTHER)) == Report()
-    assert sealer.keys.drop(TENANT) == 1
+    assert sealer.keys.drop(TAG) == 1
     for piece in mine:
         assert read(store, piece.name).failed == (piece.name,)
     assert place.counts()["read_erased"] == 4
@@ -262,7 +263,7 @@ def test_an_unknown_key_is_a_miss_and_the_value_stays(
     """As where a copy of the keys lags behind: whoever has it goes on reading."""
     assert isinstance(sealer.keys, FileKeys)
     assert run(store.write, value(b"name")) == Report()
-    folder = sealer.keys.directory / "tenants" / TENANT
+    folder = sealer.keys.directory / "tenants" / TAG
     aside = folder.with_name("elsewhere")
     folder.rename(aside)
     assert read(store, b"name").failed == (b"name",)
@@ -277,7 +278,7 @@ def test_values_of_older_keys_are_read_and_new_ones_use_the_newest(
 ) -> None:
     assert isinstance(sealer.keys, FileKeys)
     assert run(store.write, value(b"old")) == Report()
-    sealer.keys.rotate(TENANT)
+    sealer.keys.rotate(TAG)
     assert run(store.write, value(b"new")) == Report()
     assert label_of(place, b"old").key != label_of(place, b"new").key
     assert read(store, b"old") == read(store, b"new") == Report()
@@ -473,7 +474,7 @@ def test_a_disk_whose_keys_are_gone_is_empty(
     assert run(place.store.write, value(b"name"), value(b"other")) == Report()
     place.store.close()
     if how == "dropped":
-        sealer.keys.drop(TENANT)
+        sealer.keys.drop(TAG)
     others = {
         "no keys": None,
         "other keys": sealer_of(tmp_path / "others"),

@@ -291,6 +291,17 @@ def test_memory_of_keys_is_bounded(keys: FileKeys, monkeypatch: pytest.MonkeyPat
     assert {tenant: keys.current(tenant) for tenant in held} == held
 
 
+def test_tenants_of_a_directory_are_bounded(
+    keys: FileKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keystore, "TENANTS_MAX", 2)
+    held = [keys.current(tenant) for tenant in (TAG, OTHER)]
+    with pytest.raises(KeyMissing, match="no key can be made: 2 tenants"):
+        keys.current("c" * 24)
+    assert [keys.current(tenant) for tenant in (TAG, OTHER)] == held
+    assert keys.rotate(TAG).number == 2
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from kvatlas.dataplane.tiers.framing import HEADER_BYTES, Verdict
 from kvatlas.errors import StoreError
 
 PLAIN = bytes(range(256)) * 20
+TAG = "0123456789abcdef01234567"
 LABEL = Label(
     name=b"name",
     size_bytes=len(PLAIN),
@@ -33,7 +34,7 @@ LABEL = Label(
     stored_bytes=len(PLAIN),
     codec=Codec.RAW,
     index=3,
-    tenant="t" * 24,
+    tenant=TAG + ".7",
     fingerprint=b"f" * 32,
 )
 
@@ -146,7 +147,10 @@ def test_a_flipped_bit_does_not_open(where: str, at: int, bit: int) -> None:
         ("stored_bytes", 1),
         ("codec", "zstd"),
         ("index", 4),
-        ("tenant", "u" * 24),
+        ("tenant", "f" * 24 + ".7"),
+        ("tenant", TAG + ".8"),
+        ("tenant", TAG),
+        ("tenant", ""),
         ("fingerprint", b"g" * 32),
         ("nonce", b"n" * 24),
         ("closed", b"c" * 32),
@@ -186,7 +190,7 @@ def test_two_values_that_swap_their_bytes_do_not_open() -> None:
 @pytest.mark.parametrize("codec", list(Codec))
 def test_framed_it_is_right_and_says_what_was_kept(codec: Codec, tmp_path: Path) -> None:
     sealer = sealer_of(tmp_path)
-    piece = Piece(b"n" * 33, memoryview(bytearray(PLAIN)), 0, 5, "t" * 24, b"f" * 32)
+    piece = Piece(b"n" * 33, memoryview(bytearray(PLAIN)), 0, 5, TAG + ".7", b"f" * 32)
     framed = framing.coded(piece, codec, sealer)
     assert framed is not None
     head, stored = framed
@@ -200,12 +204,12 @@ def test_framed_it_is_right_and_says_what_was_kept(codec: Codec, tmp_path: Path)
     )
     assert verdict is Verdict.RIGHT
     assert bytes(read.view) == PLAIN
-    assert (read.checksum, read.index, read.tenant) == (piece.checksum, 5, "t" * 24)
+    assert (read.checksum, read.index, read.tenant) == (piece.checksum, 5, TAG + ".7")
 
 
 def test_what_is_judged_without_a_key_and_with_one(tmp_path: Path) -> None:
     sealer, strangers = sealer_of(tmp_path / "ours"), sealer_of(tmp_path / "theirs")
-    piece = Piece(b"name", memoryview(bytearray(PLAIN)), tenant="t" * 24)
+    piece = Piece(b"name", memoryview(bytearray(PLAIN)), tenant=TAG + ".7")
 
     def judged(how: Sealer | None, whose: Sealer | None) -> Verdict:
         framed = framing.coded(piece, Codec.RAW, whose)
@@ -217,7 +221,7 @@ def test_what_is_judged_without_a_key_and_with_one(tmp_path: Path) -> None:
     assert judged(None, sealer) is judged(strangers, sealer) is Verdict.LOCKED
     assert judged(sealer, None) is Verdict.UNSEALED
     head, stored = framing.coded(piece, Codec.RAW, sealer) or (b"", memoryview(b""))
-    sealer.keys.drop("t" * 24)
+    sealer.keys.drop(TAG)
     into = Piece(b"name", memoryview(bytearray(stored)))
     verdict = framing.judge(framing.unpack(head), into, len(PLAIN), sealer=sealer)
     assert verdict is Verdict.ERASED
@@ -235,6 +239,25 @@ def test_the_longest_label_that_is_taken_has_room_when_sealed() -> None:
         assert len(framed[0]) == HEADER_BYTES
         piece.fingerprint += b"f"
         assert not framing.fit(piece)
+
+
+@pytest.mark.parametrize(
+    ("owner", "tenant"),
+    [
+        (TAG + ".7", TAG),
+        (TAG + ".7." + "a" * 24, TAG),
+        (TAG, TAG),
+        ("", ""),
+        ("a salt that a client made up", ""),
+        (TAG.upper() + ".7", ""),
+        (TAG[:-1] + ".7", ""),
+        (TAG + "0.7", ""),
+        ("nobody", ""),
+        ("../" + TAG, ""),
+    ],
+)
+def test_keys_go_by_the_tenant_and_not_by_epoch_session_or_salt(owner: str, tenant: str) -> None:
+    assert sealing.tenant_of(owner) == tenant
 
 
 def test_threads_seal_beside_each_other() -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import hashlib
 import os
@@ -42,6 +43,7 @@ from kvatlas.errors import ConfigError, StoreError
 KEY_BYTES = 32
 ID_BYTES = 8
 KEYS_MAX = 65_536  # opened ones that are remembered
+TENANTS_MAX = 65_536  # in one directory; more get no key
 LOOK_S = 1.0  # after so long a newer key of a tenant is found
 NOBODY = "nobody"  # its directory
 _NONCE_BYTES = 12
@@ -305,6 +307,8 @@ class FileKeys:
         """Under the lock. Raises OSError."""
         folder = self._folder(tenant)
         if not folder.is_dir():
+            if len(self._folders()) >= TENANTS_MAX:
+                raise OSError(errno.EDQUOT, f"{TENANTS_MAX} tenants have keys already")
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _sync(folder.parent)
         numbers = [int(path.stem.partition("-")[0]) for path in _there(folder, "key", "dropped")]

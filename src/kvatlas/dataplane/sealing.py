@@ -23,15 +23,15 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import threading
 
 import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from kvatlas.core.forgetting import payer_of
 from kvatlas.dataplane.extents import whole
-from kvatlas.dataplane.keystore import KeyProvider
+from kvatlas.dataplane.keystore import DataKey, KeyProvider
 from kvatlas.dataplane.records import SUM_BYTES, Label, SealedLabel, pack
 from kvatlas.errors import StoreError
 
@@ -40,6 +40,7 @@ _TAG_BYTES = 16
 _HALF = NONCE_BYTES // 2
 _BLOCK_BYTES = 16
 _HUGE_BYTES = 2 << 20
+_OWNER = re.compile(r"([0-9a-f]{24})(?:\..*)?", re.ASCII | re.DOTALL)
 
 
 class Sealer:
@@ -52,7 +53,7 @@ class Sealer:
     def seal(self, label: Label, stored: memoryview, into: memoryview) -> SealedLabel:
         """Fill ``into``, as long as ``stored``. Raises KeyMissing where there is no key to be
         had."""
-        key = self.keys.current(payer_of(label.tenant))
+        key = self.keys.current(tenant_of(label.tenant))
         nonce = os.urandom(NONCE_BYTES)
         fields = msgspec.structs.asdict(label) | {"checksum": b""}
         bare = SealedLabel(**fields, key=key.id, nonce=nonce)
@@ -68,7 +69,7 @@ class Sealer:
         what was sealed."""
         if len(label.nonce) != NONCE_BYTES or len(label.closed) != SUM_BYTES + _TAG_BYTES:
             raise StoreError("this is no seal")
-        key = self.keys.get(payer_of(label.tenant), label.key)
+        key = self.key_of(label)
         bare = msgspec.structs.replace(label, closed=b"")
         cipher, mode = _one_time(key.secret, label.nonce, label.closed[SUM_BYTES:])
         opening = Cipher(cipher, mode).decryptor()
@@ -81,6 +82,10 @@ class Sealer:
             raise StoreError("this is not what was sealed") from None
         return checksum
 
+    def key_of(self, label: SealedLabel) -> DataKey:
+        """What opens a value with this label. Raises KeyMissing, KeyDropped."""
+        return self.keys.get(tenant_of(label.tenant), label.key)
+
     def room(self, size_bytes: int) -> memoryview:
         """Pages of the calling thread's own, the same ones the next time; huge ones where the
         kernel gives them, of which a disk's driver has fewer to look up."""
@@ -92,6 +97,14 @@ class Sealer:
                 made.madvise(mmap.MADV_HUGEPAGE)
             self._local.room = there = memoryview(made)
         return there[:size_bytes]
+
+
+def tenant_of(owner: str) -> str:
+    """Whose key seals what an owner (`core.forgetting`) has: the tenant's, by its tag, over all
+    epochs and sessions. Nobody's for whom nobody vouched: clients choose such salts as they like,
+    and each would make a key."""
+    found = _OWNER.fullmatch(owner)
+    return found[1] if found is not None else ""
 
 
 def _one_time(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from kvatlas.core.forgetting import payer_of
 from kvatlas.dataplane.extents import whole
 from kvatlas.dataplane.keystore import KeyMissing
 from kvatlas.dataplane.records import Label, SealedLabel, checksum_int, unpack
@@ -84,7 +83,7 @@ def _readable(label: Label, sealer: Sealer | None, counts: Counts) -> bool:
         return sealer is None
     if sealer is not None:
         with contextlib.suppress(KeyMissing):
-            sealer.keys.get(payer_of(label.tenant), label.key)
+            sealer.key_of(label)
             return True
     counts.add("found_locked")
     return False
