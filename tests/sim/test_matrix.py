@@ -84,6 +84,24 @@ def test_what_is_arranged_is_what_moves(played: list[Cell]) -> None:
             assert cell.paths["host"].busy_s > 0
 
 
+def test_what_a_run_costs(played: list[Cell]) -> None:
+    for cell in played:
+        figures = cell.figures
+        served = cell.prompt_tokens - cell.unserved + cell.output_tokens
+        hours = (figures["duration_s"] or 0.0) / 3600
+        room = sum(
+            STORAGE[tier].dollars(size, hours * 3600) for tier, size in cell.held_bytes.items()
+        )
+        whole = (3 * 7.2 * hours + room) / served * 1e6  # three engines at $7.2 an hour
+        assert figures["dollars_per_million"] == pytest.approx(whole)
+        assert 0 < (figures["busy_dollars_per_million"] or 0.0) < whole
+        assert (figures["good_dollars_per_million"] or 0.0) >= whole * (1 - 1e-9)
+        assert (figures["gpu_s_saved_per_hit"] or 0.0) > 0
+        tiers = ARRANGEMENTS[cell.arrangement].tiers
+        assert ("dram" in cell.held_bytes) == bool(tiers)
+        assert ("object" in cell.held_bytes) == (tiers == "store")
+
+
 def test_equal_runs_give_equal_cells(played: list[Cell]) -> None:
     setup = setup_of()
     again = run(setup, [workload_of(setup)], ["combined", "pd-store"], processes=1)
@@ -246,6 +264,22 @@ def test_a_killed_command_leaves_no_process() -> None:
     _until(lambda: not any(map(_works, left)))
 
 
+def test_a_price_that_no_list_has_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, told = tmp_path / "cluster.toml", tmp_path / "m.json"
+    cluster.write_text('[[engine]]\ncount = 2\ndevice = "B300"\ndevices = 2\n')
+    argv = ["matrix", "--cluster", str(cluster), "--families", "agent", "--requests", "4"]
+    argv += ["--seeds", "1", "--arrangements", "combined", "--processes", "1", "--quiet"]
+    assert main(argv) == 2
+    assert "'B300' has no list price: give --gpu-hour" in capsys.readouterr().err
+    assert main([*argv, "--gpu-hour", "6", "--json", str(told)]) == 0
+    assert "assumed: --gpu-hour" not in capsys.readouterr().out
+    assert {"--dram-gb-month", "--store-gb-month"} <= {
+        each["name"] for each in json.loads(told.read_text())["assumed"]
+    }
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -259,6 +293,8 @@ def test_a_killed_command_leaves_no_process() -> None:
         (["--engines", "1"], "two engines"),
         (["--prefill", "8"], "each half"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--gpu-hour", "0"], "--gpu-hour: 0 dollars"),
+        (["--store-gb-month", "nan"], "--store-gb-month: nan"),
     ],
 )
 def test_bad_input_is_named(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
