@@ -125,6 +125,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
         help="how long a request may wait to hear what a store and peers hold (0.5)",
     )
+    _add_whose(parser)
+    _add_tiers(parser)
+    _add_shared(parser)
+    errands.add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_whose(parser: argparse.ArgumentParser) -> None:
+    """Whose prompts it keeps."""
+    add = parser.add_argument
     add(
         "--config",
         type=Path,
@@ -140,10 +150,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="required: nothing is kept or loaded of requests whose cache salt no gateway with "
         "[tenants] has made; needs --config (any)",
     )
-    _add_tiers(parser)
-    _add_shared(parser)
-    errands.add_options(parser)
-    parser.set_defaults(run=run)
 
 
 def _add_tiers(parser: argparse.ArgumentParser) -> None:

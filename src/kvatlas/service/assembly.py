@@ -54,7 +54,7 @@ from kvatlas.service.tokens import Tokenizer
 from kvatlas.service.transport_watch import TransportWatch
 from kvatlas.service.verify import Endpoint
 from kvatlas.workload.profiles import prefill_flops_per_s
-from kvatlas.workload.proofs import Runtime, load_proofs, settled
+from kvatlas.workload.proofs import Runtime, all_proofs, settled
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +84,7 @@ class Assembly:
             holders_per_publisher_max=config.directory.blocks_per_publisher_max,
         )
         keyring = Keyring(_secret(config.keys.secret_file))
-        self._proofs = load_proofs()
-        if config.directory.proofs:
-            file = Path(config.directory.proofs)
-            if not file.is_file():
-                raise ConfigError(f"directory.proofs: there is no file {file}")
-            self._proofs += load_proofs(file)
+        self._proofs = all_proofs(config.directory.proofs)
         for worker in config.worker:
             configured_layout(worker)
         self.trust = trust = Trust(config.tls, "gateway") if config.tls.on else None

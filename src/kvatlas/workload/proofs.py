@@ -53,6 +53,14 @@ class Proof(msgspec.Struct, frozen=True):
     noticed: int
 
 
+def all_proofs(own: str) -> tuple[Proof, ...]:
+    """Those that we ship, and those of the operator's file (directory.proofs), "" for none. Raises
+    ConfigError where it is not there, or as `load_proofs`."""
+    if own and not Path(own).is_file():
+        raise ConfigError(f"directory.proofs: there is no file {own}")
+    return load_proofs() + (load_proofs(Path(own)) if own else ())
+
+
 def load_proofs(path: Path | None = None) -> tuple[Proof, ...]:
     """The proofs in ``path``, none where it does not exist; without one those that we ship.
 
