@@ -36,6 +36,7 @@ NAMES = (
     "stores",
     "observe",
     "sealing",
+    "tls",
 )
 RESULTS = Path(__file__).parent / "results"
 

@@ -17,12 +17,14 @@ from house import DOCS, PACKAGE, ROOT, constant_arguments, modules, pages, parse
 from kvatlas import config, errors
 from kvatlas.cli.main import build_parser
 from kvatlas.core.router import BLIND
+from kvatlas.service.admin import Safety
 from kvatlas.service.agent_metrics import AgentMetrics
 from kvatlas.service.assembly import Assembly
 from kvatlas.service.chat_messages import Reason
 from kvatlas.service.cluster_metrics import ClusterMetrics
 from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.rdma_ports import RdmaPorts
+from kvatlas.service.trust_metrics import TrustMetrics
 
 
 def rows(page: str, pattern: str) -> list[str]:
@@ -135,6 +137,8 @@ async def test_every_metric_is_documented() -> None:
     status |= {"counts": empty, "engines": empty, "errands": empty}
     status |= {"busy": 0, "staged": 0, "draining": False}
     families = [*metrics.registry.collect(), *AgentMetrics(lambda: status, RdmaPorts).collect()]
+    for prefix in ("kvatlas", "kvatlas_agent"):
+        families += TrustMetrics(Safety().guard, prefix=prefix).collect()
     registered = [f"{f.name}_total" if f.type == "counter" else f.name for f in families]
     await assembly.close()
     documented = rows("metrics.md", r"kvatlas_\w+")

@@ -85,16 +85,17 @@ class Guard:
             return known[0]
         self.counts["refused"] += 1
         wanted = f"a token or a certificate with the right {need!r} is wanted ([admin])"
-        if known is not None:
-            error = _refusal(403, f"{known[0]} has the right {known[1]!r}: {wanted}")
-        elif request.who is not None:
-            error = _refusal(403, f"{request.who}: {wanted}")
-        else:
-            error = _refusal(401, wanted)
+        who = (
+            f"{known[0]} has the right {known[1]!r}"
+            if known is not None
+            else str(request.who or "")
+        )
         if self.audit is not None:
             what = f"{request.method} {request.path}"
             self.audit.refused(request.address, what, str(request.who or "nobody known"))
-        raise error
+        if not who:
+            raise RequestError(wanted, status=401, code="not_known")
+        raise RequestError(f"{who}: {wanted}", status=403, code="not_allowed")
 
     def _knows(self, known: tuple[str, Right] | None, need: Right) -> bool:
         return known is not None and RIGHTS.index(known[1]) >= RIGHTS.index(need)
@@ -164,8 +165,3 @@ def safety_of(
     """As a part's file says; ``closed``: its pages, where nobody is named. Raises ConfigError."""
     log_of = Audit(audit, part) if audit.file else None
     return Safety(trust, Guard(admin, closed=closed, audit=log_of))
-
-
-def _refusal(status: int, text: str) -> RequestError:
-    code = "not_known" if status == 401 else "not_allowed"
-    return RequestError(text, status=status, code=code)
