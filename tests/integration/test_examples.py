@@ -21,3 +21,9 @@ def run(name: str, *options: str) -> str:
 def test_a_tenant_is_purged_under_load(tmp_path: Path) -> None:
     told = run("purge_under_load.py", "--receipt", str(tmp_path / "receipt.json"))
     assert told.endswith("nothing of red is left\n")
+
+
+def test_a_sealed_disk_tells_nothing_and_a_dropped_key_leaves_nothing() -> None:
+    told = run("sealed_at_rest.py")
+    assert told.count("ok   ") == 5
+    assert told.endswith("all as it should be\n")
