@@ -32,6 +32,7 @@ from kvatlas.core.agent_values import (
     Told,
 )
 from kvatlas.core.directory import Directory
+from kvatlas.core.forgetting import Floor
 from kvatlas.core.keys import Keyring
 from kvatlas.core.policy.lru import Lru
 from kvatlas.core.records import Publisher, Tier
@@ -43,6 +44,8 @@ LENGTHS = st.integers(1, 6)
 WORKERS = st.sampled_from(["a", "b"])
 RARE = st.sampled_from([False, False, False, True])  # what wipes out more than it tries
 AGENT = Publisher("node")
+TAG = "a" * 24
+OWNERS = (f"{TAG}.0", f"{TAG}.1")
 
 
 class Node(RuleBasedStateMachine):
@@ -79,6 +82,7 @@ class Node(RuleBasedStateMachine):
         self.bad: dict[bytes, str] = {}
         self.next_verdict = ""
         self.lost: set[bytes] = set()  # names that a fault took away
+        self.below = 0  # epochs of `OWNERS` that were forgotten
         self.clean: set[str] = set()  # tenants that were forgotten and not heard of since
         self.fetches = 0
         self.waiting: set[str] = set()
@@ -110,13 +114,16 @@ class Node(RuleBasedStateMachine):
         length=LENGTHS,
         points=st.sets(LENGTHS, max_size=3),
         worker=WORKERS,
-        tenant=st.sampled_from(["t", "u"]),
+        tenant=st.sampled_from(["t", "u", *OWNERS]),
     )
     def fill(self, prompt: int, length: int, points: set[int], worker: str, tenant: str) -> None:
         if worker in self.node.engines:
             which = sorted(p for p in points if p <= length)
             self.clean.discard(tenant)
+            before = len(self.node.effects)
             self.node.fill(self.keys(prompt, length), *which, worker=worker, tenant=tenant)
+            mine = [e for e in self.node.effects[before:] if isinstance(e, Save)]
+            assert not (mine and self.refused(tenant))
 
     @rule(worker=WORKERS)
     def crowd(self, worker: str) -> None:
@@ -262,6 +269,28 @@ class Node(RuleBasedStateMachine):
         for ledger in self.node.agent._node.inventory.ledgers.values():
             assert all(entry.tenant != tenant for entry in ledger.entries())
 
+    def refused(self, owner: str) -> bool:
+        """By what was ordered, not by what the agent says of it."""
+        return owner in OWNERS and OWNERS.index(owner) < self.below
+
+    @rule(epoch=st.integers(0, 2), rare=RARE)
+    def floor(self, epoch: int, rare: bool) -> None:
+        if rare:
+            self.below = max(self.below, epoch)
+            self.node.do(Forget(floors=(Floor(TAG, epoch),)))
+
+    @invariant()
+    def nothing_forgotten_is_kept_or_wanted(self) -> None:
+        """Whatever came in, ended or was tried again since."""
+        agent = self.node.agent
+        for ledger in agent._node.inventory.ledgers.values():
+            assert not any(self.refused(entry.tenant) for entry in ledger.entries())
+        assert not any(self.refused(wish.tenant) for wish in agent._saves.wishes())
+        assert not any(self.refused(later.tenant) for later in agent._ends.waiting())
+        assert not any(map(self.refused, agent._node.inventory.owners.values()))
+        for operation in agent._node.operations:
+            assert operation.void or not self.refused(operation.tenant)
+
     @rule(prompt=PROMPTS, length=LENGTHS, what=st.sampled_from(["pull", "push", "keep"]))
     def ahead(self, prompt: int, length: int, what: str) -> None:
         keys = self.keys(prompt, length)
@@ -319,7 +348,7 @@ class Node(RuleBasedStateMachine):
             new.attach(worker)
         self.directory.reset(AGENT)
         self.told = 0
-        for tenant in ("", "t", "u"):
+        for tenant in ("", "t", "u", *OWNERS):
             units = tuple(
                 Unit(name[:-1], Part(name[-1]), entry.facts.index, entry.facts.size_bytes)
                 for name, (entry, whose) in kept.items()
@@ -328,6 +357,7 @@ class Node(RuleBasedStateMachine):
             sealed = tuple(new.records[Tier.DISK])
             if Tier.DISK in ledgers:
                 new.do(Found(Tier.DISK, units, sealed, tenant))
+        new.do(Forget(floors=(Floor(TAG, self.below),)))  # as each new life is told
 
         stored = (
             Unit(n[:-1], Part(n[-1]), int.from_bytes(n[8:16]), 100) for n in old.tiers[Tier.OBJECT]
