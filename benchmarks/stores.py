@@ -297,7 +297,7 @@ def _nixl(scratch: Path, arena: Arena, size: int) -> Iterator[dict[str, dict[str
         bare = socket.create_connection(("127.0.0.1", bare_port))
         read = _reads(store, arena, size)
         read()
-        joined = store._nixl._joined  # type: ignore[union-attr]
+        joined = store.nixl._joined  # type: ignore[union-attr]
         base = COUNT << 20
         steps = [(base + (n << 20), n << 20, size) for n in range(COUNT)]
 

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from kvatlas.dataplane.arena import Arena
 from kvatlas.dataplane.tiers.nixl import Nixl, missing
+from kvatlas.dataplane.tiers.peer import PeerStore
 from kvatlas.dataplane.tiers.peer_nixl import Reader
 
 Choice = Literal["auto", "tcp", "nixl"]
@@ -34,6 +35,17 @@ def lender(choice: Choice, arena: Arena, *, encrypted: bool = False) -> Nixl | N
     if no_nixl(choice, encrypted=encrypted):
         return None
     return _process(arena, must=choice == "nixl")
+
+
+def told(store: PeerStore) -> dict[str, object]:
+    """For the status: what went which way, and why not by NIXL."""
+    nixl = store.nixl if isinstance(store.nixl, str) else store.nixl.status()
+    return store.moved.status() | {"nixl": nixl}
+
+
+def fault(store: PeerStore) -> str:
+    """What is wrong with NIXL there, or here; "" where nothing is, or it is not tried."""
+    return "" if isinstance(store.nixl, str) else store.nixl.fault
 
 
 def _process(arena: Arena, *, must: bool) -> Nixl:

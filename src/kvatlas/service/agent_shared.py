@@ -376,13 +376,14 @@ class Ways:
 
     def problems(self) -> dict[str, str]:
         """For the health page."""
-        silent = [way for way in self._ways.values() if way.silent]
-        return {
-            f"{tier.name.lower()}_silent": "; ".join(
-                f"{_called(way)}: {way.silent}" for way in silent if way.tier is tier
-            )
-            for tier in {way.tier for way in silent}
-        }
+        found: dict[str, list[str]] = {}
+        for way in self._ways.values():
+            if way.silent:
+                flag = f"{way.tier.name.lower()}_silent"
+                found.setdefault(flag, []).append(f"{_called(way)}: {way.silent}")
+            if isinstance(way.store, peer.PeerStore) and (fault := agent_peers.fault(way.store)):
+                found.setdefault("peer_nixl", []).append(f"{_called(way)}: over TCP: {fault}")
+        return {flag: "; ".join(whats) for flag, whats in found.items()}
 
     def status(self) -> dict[str, object]:
         """What carries the bytes, by tier."""
@@ -395,7 +396,7 @@ class Ways:
                 "counts": dict(sorted(way.store.counts.items())),
             }
             if isinstance(way.store, peer.PeerStore):
-                peers[node] = told | way.store.told()
+                peers[node] = told | agent_peers.told(way.store)
             else:
                 shown[tier.name.lower()] = told
         if peers:

@@ -63,7 +63,7 @@ class TierCase(msgspec.Struct, frozen=True):
 
 class TierReport(msgspec.Struct, frozen=True):
     """``cached_tokens_by_tier`` sums what engines and agent agree on; ``damaged``: units that the
-    agent found wrong, in the negative controls."""
+    agent found wrong, in the negative controls; ``transports``: what brought them, by tier."""
 
     model: str
     runtime: Runtime
@@ -73,6 +73,7 @@ class TierReport(msgspec.Struct, frozen=True):
     failures: list[str]
     cached_tokens_by_tier: dict[str, int]
     damaged: int
+    transports: dict[str, str] = {}
 
     def ok(self) -> bool:
         """Whether all went as expected."""
@@ -360,6 +361,7 @@ class _Trial:
         self._cases: list[TierCase] = []
         self._failures: list[str] = []
         self._sums: dict[str, int] = {}
+        self._transports: dict[str, str] = {}
         self._damaged = 0
 
     def reference(self) -> None:
@@ -385,6 +387,7 @@ class _Trial:
             self._failures.append(f"{name}: the agent says {told}, the engine {seen}")
         for source, count in seen.items():
             self._sums[source] = self._sums.get(source, 0) + count
+            self._transports[source] = _transport(after["tiers"].get(source, {}))
         counts = _more(before["counts"], after["counts"])
         wrong = counts.get("damaged", 0)
         self._damaged += wrong
@@ -445,7 +448,14 @@ class _Trial:
             self._failures,
             self._sums,
             self._damaged,
+            self._transports,
         )
+
+
+def _transport(tier: dict[str, Any]) -> str:
+    """Of a tier's status; of peers there may be several."""
+    ways = [tier] if "transport" in tier else tier.values()
+    return ", ".join(sorted({str(way["transport"]) for way in ways}))
 
 
 def _more(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:

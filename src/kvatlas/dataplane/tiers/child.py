@@ -86,6 +86,11 @@ class Child:
         with self._lock:
             return 0 if self._child is None else self._child.pid
 
+    @property
+    def failed(self) -> bool:
+        """Whether the last one ended, or never became ready, and no other is ready yet."""
+        return self._failed
+
     def ready(self, until: float = 0.0) -> bool:
         """Whether it can be asked, by ``until`` at the latest."""
         with self._changed:

@@ -15,7 +15,7 @@ from kvatlas.dataplane.tiers.child import Child, Kind
 from kvatlas.dataplane.tiers.nixl_wire import Ended, Given, Join, Ping, Read, Ready
 from kvatlas.errors import ConfigError
 
-READY_S = 30.0  # importing NIXL and registering an arena
+READY_S = 300.0  # importing NIXL, mapping and registering an arena, which may be a large one
 RETRY_S_MAX = 60.0
 GRACE_S = 1.0
 PING_S = 1.0

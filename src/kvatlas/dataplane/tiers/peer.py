@@ -305,7 +305,7 @@ class PeerStore:
         self.settings = settings
         self.transport = self.plain  # of what was read last
         self.moved = Moved()
-        self._nixl = nixl
+        self.nixl = nixl
         self._address = Address(settings.host, settings.port)
         self._runs = Runs[Stream](
             "peer",
@@ -317,11 +317,6 @@ class PeerStore:
             run_bytes=RUN_BYTES,
         )
         self._life = Life(self._runs.counts, lost)
-
-    def told(self) -> dict[str, object]:
-        """For the status: what went which way, and why not by NIXL."""
-        nixl = self._nixl if isinstance(self._nixl, str) else self._nixl.status()
-        return self.moved.status() | {"nixl": nixl}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -369,8 +364,8 @@ class PeerStore:
     def close(self) -> None:
         """See `base.Store`."""
         self._runs.close()
-        if not isinstance(self._nixl, str):
-            self._nixl.close()
+        if not isinstance(self.nixl, str):
+            self.nixl.close()
 
     def _greet(self, link: Stream) -> None:
         said = bytearray(len(MAGIC) + _LIFE_BYTES + _NONCE_BYTES)
@@ -393,8 +388,8 @@ class PeerStore:
 
     def _read(self, link: Stream, outcome: Outcome) -> None:
         broken: list[bytes] = []
-        if not isinstance(self._nixl, str):
-            broken += self._nixl.borrow(link, outcome, self.moved, self._judge)
+        if not isinstance(self.nixl, str):
+            broken += self.nixl.borrow(link, outcome, self.moved, self._judge)
         if outcome.open:
             ask(link, Request([piece.name for piece in outcome.open]))
         while outcome.open:

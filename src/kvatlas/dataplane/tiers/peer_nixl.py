@@ -175,6 +175,15 @@ class Reader:
         counts = self._nixl.counts.all()
         return {"transport": self._transport, "rests": self._why if rests else "", "counts": counts}
 
+    @property
+    def fault(self) -> str:
+        """What is wrong, and should be seen to: not that TCP is better, or the peer not ready."""
+        if self._nixl.child.failed:
+            return "its process ended, or does not start"
+        rests = time.monotonic() < self._rests_until
+        meant = self._why.endswith("_there") or self._why.startswith("only_")
+        return self._why if rests and not meant else ""
+
     def close(self) -> None:
         """Its process is gone afterwards."""
         self._nixl.close()
@@ -185,15 +194,19 @@ class Reader:
         broken: list[bytes] = []
         while outcome.open:
             pieces = outcome.open[:RUN_PIECES]
-            loan, why = self._asked(link, pieces)
-            borrowed = None if loan is None else self._checked(pieces, loan)
-            if loan is not None and borrowed is None:
+            asked, why = self._asked(link, pieces), ""
+            borrowed = None if isinstance(asked, str) else self._checked(pieces, *asked)
+            if isinstance(asked, str):
+                why = asked
+            elif borrowed is None:
                 link.send([_GIVEN_UP])
-                exactly(link, len(loan.places))
+                exactly(link, len(asked[1].places))
                 why = self._rest("senseless")
-            if borrowed is not None:
+            else:
                 with moved.timed(self._transport):
                     why = self._read(borrowed, link.until)
+                    if why:  # before anything else can fail
+                        self._settle(outcome, len(borrowed.labels))
                     link.send([_GIVEN_UP if why else _OVER])
                     flags = exactly(link, len(borrowed.labels))
                     if not why:
@@ -201,7 +214,6 @@ class Reader:
                         broken += judge(outcome, self._transport, borrowed.labels, sums, flags)
                         continue
                 moved.failed(self._transport)
-                self._settle(outcome, len(borrowed.labels))
             moved.instead(why)
             if self._only:
                 raise Refused("no_nixl", f"it is to be read by NIXL alone, which fails: {why}")
@@ -210,14 +222,14 @@ class Reader:
 
     # -- agreeing -------------------------------------------------------------------------------
 
-    def _asked(self, link: Stream, pieces: Sequence[Piece]) -> tuple[Loan | None, str]:
-        """A loan, or why there is none."""
+    def _asked(self, link: Stream, pieces: Sequence[Piece]) -> tuple[Ready, Loan] | str:
+        """A loan, and of which process; or why there is none."""
         if time.monotonic() < self._rests_until:
-            return None, self._why
+            return self._why
         if self._nixl.ready() is None:
-            return None, "starting"
+            return "starting"
         if any(self._offset(piece) is None for piece in pieces):
-            return None, "outside"
+            return "outside"
         for _ in range(_QUESTIONS):
             joined = self._joined
             epoch = b"" if joined is None else joined.epoch
@@ -227,12 +239,14 @@ class Reader:
             except msgspec.MsgspecError as error:
                 raise ValueError(f"a loan is garbled: {error}") from error
             if loan.why:
-                return None, self._rest(loan.why)
-            if loan.there is None:
-                return loan, ""
+                return self._rest(loan.why)
+            if loan.there is None and joined is not None:
+                return joined, loan
+            if loan.there is None:  # of no process that could be known
+                return self._rest("restless")
             if why := self._join(loan.there, link.until):
-                return None, why
-        return None, self._rest("restless")
+                return why
+        return self._rest("restless")
 
     def _join(self, there: Ready, until: float) -> str:
         """Why not, or ""."""
@@ -256,10 +270,9 @@ class Reader:
             self._joined, self._transport = there, f"nixl/{ended.transport}"
         return ""
 
-    def _checked(self, pieces: Sequence[Piece], loan: Loan) -> Borrowed | None:
+    def _checked(self, pieces: Sequence[Piece], there: Ready, loan: Loan) -> Borrowed | None:
         """None where the owner's words make no sense: nothing is read by them."""
-        there = self._joined
-        if there is None or not 0 < len(loan.places) <= len(pieces):
+        if not 0 < len(loan.places) <= len(pieces):
             return None
         labels: list[Label | None] = []
         reads: list[tuple[int, int, int]] = []
