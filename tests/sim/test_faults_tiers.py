@@ -9,9 +9,11 @@ import msgspec
 import pytest
 
 from kvatlas.core.agent_values import Kind
+from kvatlas.core.ahead_copies import Copies
 from kvatlas.core.events import UnitsHeld
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Sizes
+from kvatlas.sim.ahead import SimAhead
 from kvatlas.sim.checkers import Checkers
 from kvatlas.sim.checkers_agents import AgentWatch
 from kvatlas.sim.checkers_tiers import (
@@ -98,6 +100,21 @@ def test_two_worlds_in_five_have_tiers_and_every_kind_happens() -> None:
     assert any(spec.peers for spec in specs)
     identities = [{m.identity for m in plan.members} for plan in with_tiers]
     assert sum(len(each) > 1 for each in identities) > 10  # neighbours that must not share
+
+
+def test_copies_ahead_of_need_are_ordered_and_each_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [p for p in map(scenario, range(100)) if p.tiers and p.tiers.ahead.on]
+    assert len(plans) > 5
+    results = [run_seed(plan.seed) for plan in plans[:2]]
+    assert not [result.violations for result in results if result.found]
+    ordered = [result.seed for result in results if result.copies]
+    assert ordered
+    # Where nobody hears that one is over, or that its agent is gone, nor looks when it is late.
+    monkeypatch.setattr(Copies, "gone", lambda *_: None)
+    monkeypatch.setattr(SimAhead, "pulled", lambda *_: None)
+    monkeypatch.setattr(SimAhead, "_tick", lambda *_: None)
+    found = {v.kind: v.what for seed in ordered for v in run_seed(seed).violations}
+    assert "copies ahead of need never end" in found["leak"]
 
 
 def test_bytes_move_both_ways_and_damage_is_met() -> None:

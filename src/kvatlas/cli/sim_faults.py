@@ -148,6 +148,7 @@ def show(report: Report, console: Console) -> None:
     facts.add_row("violations", f"{report.violations:,} in {report.failing_seeds} seeds")
     facts.add_row("requests", f"{report.requests:,}, {report.answered:,} answered")
     facts.add_row("compared", f"{report.promises:,} promises, {report.tokens:,} tokens of answers")
+    facts.add_row("copies", f"{report.copies:,} ordered ahead of need")
     facts.add_row("virtual time", f"{report.virtual_s / 3600:.1f} hours")
     console.print(facts)
     _counts(console, "faults", report.faults, KINDS)

@@ -122,6 +122,11 @@ class Ahead:
         return self._copies.tallies
 
     @property
+    def ordered(self) -> int:
+        """Copies ordered so far."""
+        return sum(tally.ordered for tally in self._copies.tallies.values())
+
+    @property
     def under_way(self) -> int:
         """Copies ordered and not over."""
         return self._copies.coming

@@ -69,8 +69,10 @@ def _check_fault(checkers: Checkers, world: FaultWorld, outcome: Outcome) -> Non
 
 
 def check_rest(checkers: Checkers, world: FaultWorld, asks: Iterable[Ask]) -> None:
-    """Nothing is booked any more, in the router, the dispatcher and the engines."""
+    """Nothing is booked any more, in the router, the dispatcher, the engines, and of copies."""
     dispatcher, leak = world.dispatcher, "leak"
+    if world.ahead is not None and world.ahead.core.under_way:
+        checkers.report(leak, f"{world.ahead.core.under_way} copies ahead of need never end")
     for publisher, count in dispatcher.router.in_flight().items():
         if count:
             checkers.report(leak, f"the router counts {count} requests on {publisher}")

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvatlas.core import sequence
+from kvatlas.core.ahead_copies import Params
 from kvatlas.core.directory import Limits
 from kvatlas.core.layout import Layout, plain
 from kvatlas.sim.links import LinkSpec
@@ -125,11 +126,13 @@ class NodePlan(msgspec.Struct, frozen=True):
 
 
 class TierPlan(msgspec.Struct, frozen=True):
-    """Nodes with tiers, all alike. ``card``: each node's network card."""
+    """Nodes with tiers, all alike. ``card``: each node's network card; ``ahead``: what the gateway
+    has copied from one to another before anybody asks."""
 
     nodes: tuple[NodePlan, ...]
     spec: TierSpec
     card: LinkSpec
+    ahead: Params = Params()
 
 
 class Scenario(msgspec.Struct, frozen=True):

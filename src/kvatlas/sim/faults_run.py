@@ -62,6 +62,7 @@ class SeedResult(msgspec.Struct, frozen=True):
     answered: int
     promises: int
     tokens: int
+    copies: int  # ordered ahead of need
     virtual_s: float
 
 
@@ -87,6 +88,7 @@ class Report(msgspec.Struct, frozen=True):
     answered: int
     promises: int
     tokens: int
+    copies: int  # ordered ahead of need
     virtual_s: float
     failing_seeds: int
     failing: tuple[SeedResult, ...]
@@ -103,7 +105,7 @@ class Report(msgspec.Struct, frozen=True):
             virtual_s += result.virtual_s
             found.update(result.found)
             faults.update(result.faults)
-            for name in ("requests", "answered", "promises", "tokens"):
+            for name in ("requests", "answered", "promises", "tokens", "copies"):
                 sums[name] += getattr(result, name)
             if result.found:
                 sums["failing"] += 1
@@ -120,6 +122,7 @@ class Report(msgspec.Struct, frozen=True):
             answered=sums["answered"],
             promises=sums["promises"],
             tokens=sums["tokens"],
+            copies=sums["copies"],
             virtual_s=virtual_s,
             failing_seeds=sums["failing"],
             failing=tuple(failing),
@@ -188,6 +191,7 @@ class _Run:
             answered=sum(not outcome.fault for outcome in outcomes),
             promises=checkers.promises,
             tokens=checkers.tokens,
+            copies=world.ahead.core.ordered if world.ahead is not None else 0,
             virtual_s=world.timeline.now,
         )
 

@@ -12,13 +12,16 @@ import random
 import msgspec
 
 from kvatlas.core.agent_values import Config
+from kvatlas.core.ahead_copies import Params
 from kvatlas.core.layout import Layout
 from kvatlas.core.policy.registry import POLICIES
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Sizes
 from kvatlas.sim import faults_close
 from kvatlas.sim.faults import (
+    GRID_LEAST,
     TIER_KINDS,
+    Ask,
     Fault,
     Member,
     NodePlan,
@@ -32,6 +35,7 @@ from kvatlas.workload.models import load_layout
 
 SHARE = 0.4  # of the seeds that have tiers
 _UNITS = (4, 12, 40, 150)  # that fit into a tier
+_TURNS = 5
 _OF_ENGINES = ("crash", "vanish", "pause")
 _STRIKING = (*TIER_KINDS, *_OF_ENGINES)
 _FEED = ("partition", "loss", "reorder", "duplicate", "reconnect")  # of an agent's events
@@ -45,9 +49,12 @@ def scenario(seed: int) -> Scenario:
         return plan
     members = tuple(_sized(draw, member) for member in plan.members)
     tiers = _tiers(draw, members)
+    tiers = msgspec.structs.replace(tiers, ahead=_ahead(seed, tiers))
     happens = [*plan.faults, *_faults(draw, tiers, plan.heal_at - 1.0)]
     strikes = random.Random(f"kvatlas.faults.strikes.1/{seed}")
     happens += _striking(strikes, tiers, plan.heal_at - 1.0)
+    if tiers.ahead.on:
+        plan = msgspec.structs.replace(plan, asks=_wanted_again(plan))
     return msgspec.structs.replace(happening(plan, happens), members=members, tiers=tiers)
 
 
@@ -123,6 +130,41 @@ def _tiers(draw: random.Random, members: tuple[Member, ...]) -> TierPlan:
         ),
         card=link(),
     )
+
+
+def _ahead(seed: int, tiers: TierPlan) -> Params:
+    """Most of the nodes that read from each other have copies ahead of need, which fade soon or
+    late and take a part of a node's time or all of it."""
+    draw = random.Random(f"kvatlas.faults.ahead.1/{seed}")
+    if not tiers.spec.peers or not tiers.spec.dram_bytes or draw.random() < 0.25:
+        return Params()
+    replicate = draw.random() < 0.8
+    return Params(
+        replicate=replicate,
+        push=not replicate or draw.random() < 0.5,
+        copies_max=draw.choice((1, 4, 64)),
+        bandwidth_share=draw.choice((0.1, 1.0)),
+        horizon_s=draw.choice((5.0, 60.0, 600.0)),
+        bytes_per_s=1e13,
+    )
+
+
+def _wanted_again(plan: Scenario) -> tuple[Ask, ...]:
+    """Some prompts are gone on from, turn by turn, and asked for by several at once: what copies
+    ahead of need are for. No prompt becomes much longer: pools are small."""
+    draw = random.Random(f"kvatlas.faults.again.1/{plan.seed}")
+    asks = list(plan.asks)
+    for base in draw.sample(plan.asks, min(6, len(plan.asks))):
+        at, tokens = base.at, base.tokens
+        for turn in range(_TURNS):
+            at += draw.uniform(1.0, 8.0)
+            tokens += draw.randbytes(4 * draw.randint(1, 8))
+            if len(tokens) % (4 * GRID_LEAST) == 0:
+                tokens = tokens[:-4]
+            for each in range(draw.choice((1, 1, 8))):
+                ask = Ask(f"{base.id}.{turn}.{each}", at, tokens, 3, base.scope, base.adapter)
+                asks.append(msgspec.structs.replace(ask, at=at + draw.uniform(0.0, 0.2)))
+    return tuple(sorted((ask for ask in asks if ask.at < plan.heal_at), key=lambda ask: ask.at))
 
 
 def _faults(draw: random.Random, tiers: TierPlan, length_s: float) -> list[Fault]:

@@ -21,6 +21,7 @@ from kvatlas.core.dispatch import Dispatcher, Tap
 from kvatlas.core.keys import Fingerprint, Keyring
 from kvatlas.core.layout import Layout
 from kvatlas.core.router import Router
+from kvatlas.sim.ahead import SimAhead
 from kvatlas.sim.engines import GATEWAY, EngineWatcher, SimEngine
 from kvatlas.sim.faults import Ask, Fault, Member, Scenario
 from kvatlas.sim.faults_loop import Loop
@@ -246,6 +247,11 @@ class FaultWorld:
         self.wire.applied_of = lambda name: (self.gateway.feed(name).sequencer.next_seq or 0) - 1
         self._identities = {m.name: fingerprint(m.layout, m.identity) for m in scenario.members}
         self.nodes: Nodes | None = None
+        self.ahead: SimAhead | None = None
+        if scenario.tiers is not None and scenario.tiers.ahead.on:
+            params = scenario.tiers.ahead
+            self.ahead = SimAhead(params, self.dispatcher, self.loop, self.network)
+            self.gateway.pulled = self.ahead.pulled
         if scenario.tiers is not None:
             self.nodes = Nodes(
                 scenario.tiers,
