@@ -9,6 +9,8 @@ from typing import cast
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Part, Unit
 from kvatlas.dataplane.tiers.base import Finish, Shared
+from kvatlas.dataplane.tiers.peer import PeerStore, Settings
+from kvatlas.dataplane.tiers.peer_nixl import Reader
 from kvatlas.service.agent_shared import Ways
 
 BLOCKS = [(Unit(bytes([n]) * 16, Part.BODY, n, 100),) for n in range(3)]
@@ -38,3 +40,32 @@ async def test_nothing_waits_for_a_store_any_more_at_the_end() -> None:
     await turns()
     assert ended
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+class Faulty:
+    """Of NIXL, what a peer's store shows."""
+
+    fault = ""
+
+    def status(self) -> dict[str, object]:
+        return {"rests": self.fault}
+
+    def close(self) -> None:
+        pass
+
+
+async def test_nixl_that_fails_is_a_flag_of_health_and_tcp_that_is_better_is_none() -> None:
+    nixl = Faulty()
+    peer = PeerStore(Settings("127.0.0.1", 1), nixl=cast("Reader", nixl))
+    plain = PeerStore(Settings("127.0.0.1", 2), nixl="not_installed")
+    stores = {(Tier.PEER, "a:1"): cast("Shared", peer), (Tier.PEER, "b:2"): cast("Shared", plain)}
+    ways = Ways(stores, tell=lambda _: None, post=lambda *_: None)
+    assert ways.problems() == {}
+    nixl.fault = "late"
+    assert ways.problems() == {"peer_nixl": "peer a:1: over TCP: late"}
+    shown = cast("dict[str, dict[str, object]]", ways.status()["peer"])
+    assert shown["a:1"]["nixl"] == {"rests": "late"}
+    assert shown["b:2"]["nixl"] == "not_installed"
+    ways.close()
+    peer.close()
+    plain.close()
