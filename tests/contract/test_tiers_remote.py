@@ -105,6 +105,9 @@ class PeerThere:
     def read(self, pieces: Sequence[Piece], done: Finish) -> None:
         self.reader.read(pieces, done)
 
+    def labels(self) -> Iterator[Entry]:
+        return self.reader.labels()
+
     def delete(self, names: Sequence[bytes]) -> None:
         self.rig.dram.delete(names)
 
@@ -242,6 +245,18 @@ def test_it_says_what_is_there_without_reading_it(store: Shared) -> None:
     assert not nothing.silent
     store.close()
     assert finished(lambda done: store.find([b"unit-1"], done)).failed == (b"unit-1",)
+
+
+def test_labels_say_whose_values_are_or_that_nobody_can(store: Shared) -> None:
+    pieces = [value(b"unit-%d" % n, 5000) for n in range(30)]
+    for n, piece in enumerate(pieces):
+        piece.tenant = f"owner {n % 3}"
+    assert finished(lambda done: store.write(pieces, done)) == Report()
+    labels = store.labels()
+    if labels is None:
+        return  # it is purged by name
+    found = {entry.name: (entry.tenant, entry.size_bytes) for entry in labels}
+    assert found == {piece.name: (piece.tenant, 5000) for piece in pieces}
 
 
 def test_another_life_is_noticed_even_after_one_that_could_not_be_told() -> None:

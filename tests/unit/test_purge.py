@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,13 +13,17 @@ import pytest
 
 from kvatlas.config import AgentConfig
 from kvatlas.config_tenants import TenantsConfig, digest_of
+from kvatlas.core.agent_values import Forget
 from kvatlas.core.forgetting import Floor
 from kvatlas.core.keys import Keyring
 from kvatlas.core.tenancy import epoch_at, session_of, tag_of
+from kvatlas.core.units import Part, name_of
+from kvatlas.dataplane import records
+from kvatlas.dataplane.tiers.base import Report
 from kvatlas.errors import ConfigError, EngineError, RequestError
 from kvatlas.service.agent_front import AgentDescription
 from kvatlas.service.agent_pulls import PROOF
-from kvatlas.service.agent_purge import Gone, Order, Purged
+from kvatlas.service.agent_purge import Gone, Order, Purged, Purges, _Meant
 from kvatlas.service.agents import Agents, Node
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.purge import Purger, Wanted
@@ -258,6 +263,8 @@ def test_a_purged_session_has_another_tag_from_then_on(tmp_path: Path) -> None:
     headers = [(b"authorization", b"Bearer key"), (b"x-kvatlas-session", b"tuesday")]
     before = rig.tenants.admit(headers).salt
     assert before.session == session_of(RING, RED, "tuesday")
+    rig.purge("whole")  # a tenant's own purge takes no session's name away
+    assert rig.tenants.admit(headers).salt == before
     for n in range(3):
         receipt = rig.purge(f"s{n}", session="tuesday")
         assert receipt.floors == (Floor(RED, session=before.session),)
@@ -341,3 +348,45 @@ def test_an_agent_that_breaks_off_is_missing(rig: Rig, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(rig.agents, "request", broken)
     assert rig.purge().missing()["agent one"] == "it broke off"
+
+
+class FakeStore:
+    """One that cannot say what its values are, as Mooncake."""
+
+    def __init__(self, *names: bytes) -> None:
+        self.names = set(names)
+        self.stubborn: set[bytes] = set()
+
+    def labels(self) -> None:
+        return None
+
+    def find(self, names: list[bytes], done: Callable[[Report], None]) -> None:
+        done(Report(failed=tuple(name for name in names if name not in self.names)))
+
+    def delete(self, names: list[bytes]) -> None:
+        self.names -= set(names) - self.stubborn
+
+
+def test_a_store_without_labels_is_purged_by_the_names_that_are_known() -> None:
+    body, point = (name_of(b"k" * 16, part) for part in Part)
+    record = records.record_name(b"k" * 16)
+    others = name_of(b"o" * 16, Part.BODY)
+    told: list[Any] = []
+    driver = SimpleNamespace(arena=SimpleNamespace(path=None), tell=told.append)
+    teller = SimpleNamespace(announce=told.append, rewrite=lambda: 0)
+    untyped: Any = driver, teller
+    purges = Purges(RING, untyped[0], untyped[0], untyped[1], None)
+    store: Any = FakeStore(body, point, record, others)
+    meant = _Meant(Forget(), ())
+    gone = asyncio.run(purges._from_store(store, meant, frozenset((body, point))))
+    assert (gone.units, gone.left) == (3, 0)
+    assert store.names == {others}
+    assert "not listed" in gone.note
+    words, ((event,),) = told[0], told[1:]
+    assert set(words.gone) == {body, point}
+    assert (event.bodies, event.points) == ((b"k" * 16,), (b"k" * 16,))
+    store.names |= {body}
+    store.stubborn = {body}
+    gone = asyncio.run(purges._from_store(store, meant, frozenset((body,))))
+    assert (gone.units, gone.left) == (1, 1)
+    assert not gone.done

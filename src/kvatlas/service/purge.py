@@ -20,7 +20,7 @@ from kvatlas.core.agent_forget import meant_by
 from kvatlas.core.agent_values import Forget
 from kvatlas.core.forgetting import Floor, Floors
 from kvatlas.core.keys import Keyring
-from kvatlas.core.tenancy import TenantSalt, checked_name, epoch_at, session_of, tag_of
+from kvatlas.core.tenancy import EPOCH_MAX, TenantSalt, checked_name, epoch_at, session_of, tag_of
 from kvatlas.errors import EngineError, RequestError
 from kvatlas.service.agents import Agents, Node
 from kvatlas.service.http_client import HttpClient
@@ -99,7 +99,7 @@ class Purger:
 
     def renewed(self, tag: str, session: str) -> str:
         """The tag of a session that may have been purged: then another, which none had before."""
-        while session and self.floors.forgotten(f"{tag}.0.{session}"):
+        while session and self.floors.forgotten(f"{tag}.{EPOCH_MAX}.{session}"):
             session = session_of(self._ring, tag, session)
         return session
 
