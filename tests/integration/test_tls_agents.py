@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from fake_engine import GRID, FakeEngine, tokens_of
 from tls_kit import Authority
 
 from kvatlas.config import AgentConfig
-from kvatlas.config_tls import AdminConfig
+from kvatlas.config_tls import AdminConfig, AuditConfig
+from kvatlas.connectors.agent_client import Refusal, ask
 from kvatlas.core.events import Event
 from kvatlas.core.records import Publisher
 from kvatlas.errors import EngineError
-from kvatlas.service.admin import Guard, Safety
+from kvatlas.service import agent_wire as wire
+from kvatlas.service.admin import Guard, Safety, safety_of
 from kvatlas.service.agent import NodeAgent, Settings
 from kvatlas.service.agent_announce import LISTENS_S, Announcer, Listeners
 from kvatlas.service.agent_front import AgentDescription
@@ -234,3 +237,27 @@ async def test_a_plain_client_of_an_agent_is_told(agent: NodeAgent) -> None:
     with pytest.raises(EngineError, match="this port speaks TLS only"):
         await client.get_json(f"{url}/health")
     await client.close()
+
+
+async def test_what_is_asked_at_its_socket_is_written_down_before_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audit = AuditConfig(str(tmp_path / "audit.jsonl"))
+    safety = safety_of(AdminConfig(), audit, None, "agent", closed=False)
+    assert safety.guard.audit is not None
+    made = msgspec.structs.replace(settings(tmp_path, None), safety=safety)
+    async with NodeAgent(made) as agent:
+        serving = asyncio.get_running_loop().create_task(agent.serve())
+        resize = wire.Resize("dram", 32 << 20)
+        await asyncio.to_thread(ask, made.path, resize)
+        (line,) = map(msgspec.json.decode, (tmp_path / "audit.jsonl").read_bytes().splitlines())
+        assert (line["what"], line["target"], line["outcome"]) == ("resize", "dram", "begins")
+        assert line["who"] == f"uid {os.getuid()}"
+        assert line["address"] == f"pid {os.getpid()}"
+        before = agent.status()["tiers"]
+        monkeypatch.setattr(safety.guard.audit, "_write", lambda line, sync: False)
+        with pytest.raises(Refusal, match="audit log cannot be written"):
+            await asyncio.to_thread(ask, made.path, wire.Resize("dram", 16 << 20))
+        assert agent.status()["tiers"] == before
+        serving.cancel()
+    safety.guard.audit.close()

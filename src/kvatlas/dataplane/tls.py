@@ -10,6 +10,7 @@ Files that change are read again within a second, for connections to come; those
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import socket
@@ -123,9 +124,10 @@ class Trust:
         self._wall = wall
         self._clock = clock
         self._stamp = self._stamped()
-        self._looked_s = self._warned_s = clock()
+        self._looked_s = clock()
+        self._warned_s = -math.inf
         self._files = self._read()
-        self._warn(-_WARN_S)
+        self._warn(self._looked_s)
 
     @property
     def server(self) -> ssl.SSLContext:
@@ -157,7 +159,7 @@ class Trust:
         another CA than the cluster's has signed. Raises WrongPart."""
         if not der:
             return None
-        told = x509.load_der_x509_certificate(der)
+        told = _parsed(der)
         if self.config.clients_ca and not any(_issued(told, ca) for ca in self._fresh().issuers):
             return None
         return identity_of(_uris(told))
@@ -182,11 +184,10 @@ class Trust:
         return self._files
 
     def _warn(self, now: float) -> None:
-        if now - self._warned_s < _WARN_S and now > 0:
+        if now - self._warned_s < _WARN_S:
             return
-        self._warned_s = max(now, self._warned_s)
-        left = self._files.life.share_left(self._wall())
-        if left < EXPIRES_SHARE:
+        if self._files.life.share_left(self._wall()) < EXPIRES_SHARE:
+            self._warned_s = now
             hours = (self._files.life.ends_s - self._wall()) / 3600
             log.warning(
                 "%s ends in %.1f h: issue another (kvatlas certs issue)", self.config.cert, hours
@@ -259,7 +260,7 @@ def asking(ca: str = "", cert: str = "", key: str = "") -> ssl.SSLContext:
 def check(der: bytes | None, parts: tuple[str, ...], *, foreign: bool = False) -> None:
     """A certificate that OpenSSL has found good is of one of ``parts``. ``foreign``: or of nobody
     in the cluster. Raises WrongPart."""
-    told = identity_of(_uris(x509.load_der_x509_certificate(der))) if der else None
+    told = identity_of(_uris(_parsed(der))) if der else None
     if told is None and foreign:
         return
     if told is None or told.part not in parts:
@@ -342,6 +343,14 @@ def _certificates(path: Path) -> list[x509.Certificate]:
         raise ConfigError(f"tls: {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"tls: {path}: no certificate in PEM form: {error}") from error
+
+
+def _parsed(der: bytes) -> x509.Certificate:
+    """Raises WrongPart where OpenSSL took what others cannot read."""
+    try:
+        return x509.load_der_x509_certificate(der)
+    except ValueError as error:
+        raise WrongPart(f"its certificate cannot be read: {error}") from error
 
 
 def _issued(told: x509.Certificate, ca: x509.Certificate) -> bool:

@@ -37,7 +37,7 @@ from kvatlas.errors import ConfigError, EngineError
 from kvatlas.service import agent_wire as wire
 from kvatlas.service.admin import Safety
 from kvatlas.service.agent_driver import Driver
-from kvatlas.service.agent_errands import Errands
+from kvatlas.service.agent_errands import Errands, taken
 from kvatlas.service.agent_front import Front, Served
 from kvatlas.service.agent_loads import Engine
 from kvatlas.service.agent_member import member_of
@@ -292,7 +292,7 @@ class NodeAgent:
             case wire.AskStatus():
                 peer.send(wire.Status(msgspec.json.encode(self.status())))
             case wire.Errand() | wire.Recall() | wire.Resize() | wire.Drain():
-                self.errands.take(message, peer.send)
+                taken(self.errands, self.settings.safety.guard, peer, message)
             case _ if peer.member is None:
                 raise EngineError("say hello first")
             case wire.Want():

@@ -20,10 +20,11 @@ from kvatlas.core.keys import KEY_BYTES, Keyring
 from kvatlas.core.records import Tier
 from kvatlas.core.tenancy import sharing_of
 from kvatlas.core.units import Part, name_of
-from kvatlas.errors import EngineError
+from kvatlas.errors import EngineError, RequestError
 from kvatlas.service import agent_wire as wire
+from kvatlas.service.admin import Guard
 from kvatlas.service.agent_driver import Driver
-from kvatlas.service.agent_socket import Prompt
+from kvatlas.service.agent_socket import Peer, Prompt, credentials_of
 
 ERRANDS_MAX = 256
 KEYS_MAX = 65_536
@@ -307,3 +308,21 @@ def _tier(name: str) -> Tier:
         return Tier[name.upper()]
     except KeyError:
         raise EngineError(f"{name!r} is no tier: dram, disk and object are") from None
+
+
+def taken(errands: Errands, guard: Guard, peer: Peer, message: wire.FromOperator) -> None:
+    """What somebody asks at the agent's socket: written down before it is done."""
+    if guard.audit is not None:
+        pid, uid, _ = credentials_of(peer.sock)
+        who, address = f"uid {uid}", f"pid {pid}"
+        what = message.what if isinstance(message, wire.Errand) else type(message).__name__.lower()
+        target = getattr(message, "name", "") or getattr(message, "tier", "")
+        if what == "where":
+            guard.audit.note(who, what, target, address=address)
+        else:
+            try:
+                guard.audit.changing(who, what, target, address=address)
+            except RequestError as error:
+                peer.send(wire.Refused(str(error)))
+                return
+    errands.take(message, peer.send)

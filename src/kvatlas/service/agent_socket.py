@@ -144,10 +144,16 @@ def listen(path: Path) -> socket.socket:
 def process_of(sock: socket.socket) -> int | None:
     """A descriptor that tells of the other side's end; None: it has ended."""
     try:
-        found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        return os.pidfd_open(struct.unpack("3i", found)[0])
+        return os.pidfd_open(credentials_of(sock)[0])
     except OSError:
         return None
+
+
+def credentials_of(sock: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group of the other side, as the kernel saw them connect. Raises OSError."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, gid = struct.unpack("3i", found)
+    return pid, uid, gid
 
 
 async def ended(process: int) -> None:
