@@ -138,6 +138,10 @@ def test_halves_and_tiers_are_put_where_they_belong() -> None:
     assert [m.role for m in made.members] == ["prefill", "decode", "decode", "decode"]
     assert made.tiers is not None
     assert made.tiers.object_bytes == 10**14
+    assert made.tiers.disk_bytes == 0
+    disks = arranged(msgspec.structs.replace(setup, disk_bytes=10**13), "pd-dram", 1).tiers
+    assert disks is not None
+    assert (disks.disk_bytes, disks.object_bytes) == (10**13, 0)
     plain = arranged(setup, "combined-round-robin", 0)
     assert plain.tiers is None
     assert plain.router.policy == "round_robin"
@@ -290,6 +294,7 @@ def test_a_price_that_no_list_has_is_asked_for(
         (["--load", "nan"], "a number above 0"),
         (["--seeds", "0"], "1 to 100"),
         (["--dram", "much"], "--dram"),
+        (["--disk", "0"], "--disk"),
         (["--engines", "1"], "two engines"),
         (["--prefill", "8"], "each half"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl"),

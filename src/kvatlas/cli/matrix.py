@@ -30,7 +30,7 @@ from kvatlas.cli.trace_input import add_trace_options, opened
 from kvatlas.config import size_bytes
 from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
-from kvatlas.report.money import dollars_text
+from kvatlas.report.money import STORAGE, dollars_text
 from kvatlas.report.statistics import Interval
 from kvatlas.report.table import seconds
 from kvatlas.sim.cluster import Cluster, default_cluster, load_cluster
@@ -58,7 +58,6 @@ from kvatlas.workload.presets import FAMILIES
 from kvatlas.workload.trace import Trace
 
 REQUESTS_MAX = 1_000_000
-_ROOM = ("dram", "object")
 _FAMILIES = ("random", "shared-prompt", "multi-turn", "agent")
 
 _EPILOG = """\
@@ -111,10 +110,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help=f"of {', '.join(ARRANGEMENTS)} (%(default)s)")  # fmt: skip
     add("--prefill", type=int, default=0, metavar="N", help="prefill engines of P/D (tried out)")
     add("--dram", default="1TB", metavar="SIZE", help="host memory for KV, per node (%(default)s)")
+    add("--disk", metavar="SIZE", help="disks below it, per node (none)")
     add("--store", default="100TB", metavar="SIZE", help="of the distributed store (%(default)s)")
     add("--slo-ttft-s", type=float, metavar="S", help="objective: time to first token (2)")
     add("--slo-tpot-s", type=float, metavar="S", help="objective: time per output token (0.05)")
-    add_price_options(parser, _ROOM)
+    add_price_options(parser, tuple(STORAGE))
     add("--processes", type=int, default=min(8, os.cpu_count() or 1), metavar="N",
         help="runs at a time (%(default)s)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write rows and cells as JSON")
@@ -193,21 +193,23 @@ def _setup(args: argparse.Namespace) -> tuple[Setup, list[Assumption]]:
     else:
         cluster = load_cluster(args.cluster)
     sizes = {}
-    for name in ("dram", "store"):
+    for name in ("dram", "disk", "store"):
+        text = getattr(args, name)
         try:
-            sizes[name] = size_bytes(getattr(args, name))
+            sizes[f"{name}_bytes"] = 0 if text is None else size_bytes(text)
         except ConfigError as error:
             raise ConfigError(f"--{name}: {error}") from error
     objectives = Slo(slo["slo_ttft_s"], slo["slo_tpot_s"])
     prices, said = _prices(args, cluster)
-    assumed += said
-    return Setup(cluster, sizes["dram"], sizes["store"], objectives, prices, args.prefill), assumed
+    made = Setup(cluster, slo=objectives, prices=prices, prefill=args.prefill, **sizes)
+    return made, [*assumed, *said]
 
 
 def _prices(args: argparse.Namespace, cluster: Cluster) -> tuple[Prices, list[Assumption]]:
     devices = [(m.spec.device, m.spec.devices) for m in cluster.members]
     by_name, assumed = device_prices([d for d, _ in devices if d is not None], args.gpu_hour)
-    room, said = room_prices(args, _ROOM)
+    tiers = [tier for tier in STORAGE if tier != "disk" or args.disk is not None]
+    room, said = room_prices(args, tiers)
     hours = tuple(
         by_name[device.name].dollars_per_gpu_hour * count
         for device, count in devices

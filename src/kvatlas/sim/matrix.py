@@ -80,7 +80,8 @@ DEFAULT: tuple[Name, ...] = ("combined-round-robin", "combined", "pd", "pd-dram"
 
 class Setup(msgspec.Struct, frozen=True):
     """What all cells share. ``cluster``: combined engines, no tiers. ``dram_bytes`` per node,
-    ``store_bytes`` for all. ``prefill`` engines of the pairs, 0: chosen."""
+    ``store_bytes`` for all, ``disk_bytes`` per node below its dram (0: none). ``prefill`` engines
+    of the pairs, 0: chosen."""
 
     cluster: Cluster
     dram_bytes: int
@@ -88,6 +89,7 @@ class Setup(msgspec.Struct, frozen=True):
     slo: Slo
     prices: Prices
     prefill: int = 0
+    disk_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.cluster.tiers is not None:
@@ -216,6 +218,7 @@ def arranged(setup: Setup, name: Name, prefill: int) -> Cluster:
     store_bytes = setup.store_bytes if arrangement.tiers == "store" else 0
     tiers = TierSpec(
         dram_bytes=setup.dram_bytes,
+        disk_bytes=setup.disk_bytes,
         object_bytes=store_bytes,
         agent=Config(write_through=(Tier.OBJECT,) if store_bytes else ()),
     )

@@ -13,7 +13,7 @@ from kvatlas.sim.report import SimReport
 
 class Prices(msgspec.Struct, frozen=True):
     """``engine_hour``: dollars per hour of each engine with all its devices, in the cluster's
-    order; ``room``: of "dram" and "object"."""
+    order; ``room``: of "dram", "disk" and "object"."""
 
     engine_hour: tuple[float, ...]
     room: dict[str, StoragePrice]
