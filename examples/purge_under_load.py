@@ -154,6 +154,7 @@ class Cluster:
                 child.wait_ready(20.0)
             self.children[-1].start()
             self.children[-1].wait_ready(20.0)
+            self.wait_for(len(self.nodes))
         except BaseException:
             self.__exit__()
             raise
@@ -162,6 +163,19 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         for child in reversed(self.children):
             child.stop()
+
+    def wait_for(self, agents: int) -> None:
+        """Until the gateway hears from so many. Raises TimeoutError."""
+        page = urllib.request.Request(f"{self.url}/kvatlas/agents")
+        page.add_header("x-kvatlas-admin-token", TOKEN)
+        until = time.monotonic() + 20.0
+        while True:
+            with urllib.request.urlopen(page, timeout=20) as answer:
+                if sum(node["up"] for node in json.load(answer).values()) == agents:
+                    return
+            if time.monotonic() > until:
+                raise TimeoutError(f"the gateway does not hear from {agents} agents")
+            time.sleep(0.05)
 
     def ask(self, name: str) -> None:
         """One request of a client through the gateway."""
