@@ -37,7 +37,7 @@ contracts: setup  ## who may import whom
 	@$(BIN)/lint-imports
 
 engines: setup  ## vLLM and SGLang for CPU, each in its own .venv-*; stores, Envoy
-	@$(BIN)/python tests/engines/install.py vllm nixl mooncake sglang stores envoy
+	@$(BIN)/python tests/engines/install.py vllm nixl mooncake sglang sglang-mooncake stores envoy
 
 test: lint types contracts  ## all checks: then the tests, then the tests on real engines
 	@$(BIN)/pytest -n 2 --dist loadfile

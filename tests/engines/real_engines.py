@@ -18,7 +18,7 @@ from typing import Any
 import install
 import pytest
 
-from kvatlas.connectors.child import free_ports
+from kvatlas.connectors.child import Child, free_ports
 from kvatlas.connectors.sglang_cpu import SglangEngine
 from kvatlas.connectors.vllm_cpu import VllmEngine
 
@@ -83,6 +83,7 @@ def sglang_engine(
     name: str = "sglang",
     pool_tokens: int = 16384,
     args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> SglangEngine:
     """An SGLang server with the tiny model, not started yet. Pages of 16 tokens.
 
@@ -105,6 +106,7 @@ def sglang_engine(
         path=[SGLANG_SHIM],
         pool_tokens=pool_tokens,
         args=("--kv-events-config", json.dumps(config), *args),
+        env=env,
     )
 
 
@@ -138,7 +140,7 @@ def cached_tokens(answer: Any) -> int:
 
 
 @contextmanager
-def running(engines: Mapping[str, VllmEngine]) -> Iterator[None]:
+def running(engines: Mapping[str, Child]) -> Iterator[None]:
     """All of them, started at once; ended in any case."""
     try:
         for engine in engines.values():

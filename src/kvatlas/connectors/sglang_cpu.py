@@ -52,7 +52,7 @@ class SglangEngine(Child):
     """One ``sglang.launch_server`` on loopback, one OpenMP thread, steps that do not overlap.
 
     One thread makes its output the same from run to run. ``pool_tokens``: what its own cache holds.
-    ``args`` are appended to its command line.
+    ``args`` are appended to its command line, ``env`` to its environment.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class SglangEngine(Child):
         page_tokens: int = 16,
         pool_tokens: int = 16384,
         args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         argv = [
             *(python_of(venv), "-m", "sglang.launch_server"),
@@ -79,6 +80,6 @@ class SglangEngine(Child):
             *("--enable-cache-report", *args),
         ]
         found = [*path, Path(kvatlas.__file__).parents[1]]  # our backend runs in its processes
-        env = {"PYTHONPATH": os.pathsep.join(str(p.absolute()) for p in found)}
+        own = {"PYTHONPATH": os.pathsep.join(str(p.absolute()) for p in found)}
         url = f"http://127.0.0.1:{port}"
-        super().__init__(name, argv, log=log, url=url, env=environment(env))
+        super().__init__(name, argv, log=log, url=url, env=environment(own | dict(env or {})))

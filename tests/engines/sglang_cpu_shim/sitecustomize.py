@@ -5,12 +5,16 @@ Text models never call it, so any torchvision module is answered by an empty one
 
 HiCache copies between device and host with kernels of CUDA, and registers host memory with its
 driver. On "device cpu" both sides are plain memory: torch copies, and nothing is registered.
+
+The first half of a pair lists what it sends in pinned memory, beside an event of CUDA, where the
+sender says that it takes such lists. Here it does not say so, and gets a plain one.
 """
 
 import importlib.machinery
 import importlib.util
 import sys
 import types
+from collections.abc import Callable
 
 
 class _Name(type):
@@ -92,16 +96,27 @@ def _patch(module: types.ModuleType) -> None:
             setattr(module, copy.__name__, copy)
 
 
+def _plain_lists(module: types.ModuleType) -> None:
+    module.MooncakeKVSender.supports_host_tensor_indices = False
+
+
+def _patch_of(name: str) -> Callable[[types.ModuleType], None] | None:
+    if name == "sglang.srt.disaggregation.mooncake.conn":
+        return _plain_lists
+    pools = name.startswith("sglang.srt.mem_cache.pool_host.")
+    return _patch if pools or name == "sglang.srt.mem_cache.memory_pool_host" else None
+
+
 _busy: set[str] = set()
 
 
-class _HostPools:
-    """Patches modules of host pools once they are loaded."""
+class _Patches:
+    """Patches modules once they are loaded."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> object:
-        pools = name.startswith("sglang.srt.mem_cache.pool_host.")
-        if name in _busy or not (pools or name == "sglang.srt.mem_cache.memory_pool_host"):
+        patch = _patch_of(name)
+        if name in _busy or patch is None:
             return None
         _busy.add(name)
         spec = importlib.util.find_spec(name)
@@ -111,10 +126,10 @@ class _HostPools:
 
             def exec_module(module: types.ModuleType) -> None:
                 load(module)
-                _patch(module)
+                patch(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-sys.meta_path.insert(0, _HostPools)
+sys.meta_path.insert(0, _Patches)
