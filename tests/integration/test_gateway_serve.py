@@ -84,7 +84,7 @@ async def serving(
     [
         ("[[worker]]\nname = 'a'\nurl = 'http://x'\n\n[gateway]\nprot = 1\n", ":6:.*prot"),
         ("[[worker]]\nname = 'a'\nurl = 'no url'\n", ":3:.*no url"),
-        ("[[worker]]\nname = 'a'\nurl = 'https://x'\n", "worker 'a'.*https://x"),
+        ("[[worker]]\nname = 'a'\nurl = 'ftp://x'\n", "worker 'a'.*ftp://x"),
         ("[gateway]\nport = 'x'\n", "port|worker"),
         ("[gateway\n", "TOML"),
     ],
