@@ -228,6 +228,22 @@ def test_what_is_left_somewhere_keeps_it_open(rig: Rig) -> None:
     assert rig.purge().complete
 
 
+def test_what_fails_again_and_again_is_tried_less_and_less(rig: Rig) -> None:
+    rig.agents.left = 1
+    rig.purge()
+
+    async def looked() -> list[int]:
+        counts = []
+        for _ in range(3):
+            before = len([order for _, order in rig.agents.orders if order.erase])
+            await rig.purger.look()
+            counts.append(len([order for _, order in rig.agents.orders if order.erase]) - before)
+        return counts
+
+    assert asyncio.run(looked()) == [2, 0, 0]
+    assert rig.purger._again["p1"][1] == 2.0
+
+
 def test_the_gateways_own_part_can_fail_too(rig: Rig) -> None:
     rig.here.broken = True
     assert rig.purge().missing() == {"gateway": "OSError: the disk is full"}

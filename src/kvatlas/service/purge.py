@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 PAGE = "/kvatlas/tenants/purge"
 AGE_S_MAX = 300.0  # of an order that is not known yet
 LOOK_S = 1.0  # for agents that are back
+AGAIN_S_MAX = 60.0  # between two tries of one purge, which begin with the former
 _GATEWAY = "gateway"
 
 
@@ -82,6 +83,7 @@ class Purger:
         self._clock = clock
         self._told: dict[str, tuple[str, int]] = {}  # agent → life, and how many floors it has
         self._count = len(self.floors)
+        self._again: dict[str, tuple[float, float]] = {}  # purge → when, and how long after that
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         tenants.renew = self.renewed
@@ -290,10 +292,14 @@ class Purger:
             if tenant.epoch:
                 floor = Floor(tag_of(self._ring, tenant.name), epoch_at(tenant.epoch, 0.0, 0.0))
                 self._count += self.floors.put(floor)
+        now_s = asyncio.get_running_loop().time()
         nodes = {n.config.name: n for n in self._agents().nodes.values() if n.up and n.told}
         for receipt in self.receipts:
-            if not receipt.complete and _somebody_is_back(receipt, nodes):
-                await self._carry_on(receipt)
+            due_s, pause_s = self._again.get(receipt.id, (0.0, LOOK_S))
+            if not receipt.complete and now_s >= due_s and _somebody_is_back(receipt, nodes):
+                self._again[receipt.id] = now_s + pause_s, min(2 * pause_s, AGAIN_S_MAX)
+                if (await self._carry_on(receipt)).complete:
+                    del self._again[receipt.id]
         for name, node in nodes.items():
             now = node.told.life if node.told else "", self._count
             behind = len(self.floors) and self._told.get(name) != now
@@ -307,7 +313,7 @@ class Purger:
                 self._client, self._ring, node, floors=self.floors.all(), keys=(), store=False
             )
         except EngineError as error:
-            log.warning("%s: not told what was purged: %s", node.config.name, error)
+            log.info("%s: not told what was purged: %s", node.config.name, error)
             return False
         return all(each.done for each in gone)
 
