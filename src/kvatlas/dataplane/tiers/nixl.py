@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -81,28 +82,24 @@ class Nixl:
     def join(self, there: Ready, until: float) -> Ended:
         """Get to know another's process: how its memory is reached, or why it is not. A process
         that could not, or that knows another one, makes place for a new one."""
-        ended = self._asked(lambda number: Join(number, there), until)
-        if ended.why not in ("", "starting"):
-            self.child.kill()
-        return ended
+        return self._asked(lambda number: Join(number, there), until)
 
     def read(self, epoch: bytes, places: list[tuple[int, int, int]], until: float) -> str:
         """From the one that was joined; why not, or "". What was not read to its end is given up:
         the process is killed, and `Child.after` says whether it is dead."""
-        ended = self._asked(lambda number: Read(number, epoch, places), until)
-        if ended.why not in ("", "not_joined"):
-            self.child.kill()
-        return ended.why
+        return self._asked(lambda number: Read(number, epoch, places), until).why
 
     def close(self) -> None:
         """The process is gone afterwards."""
         self.child.close()
 
-    def _asked(self, question: object, until: float) -> Ended:
+    def _asked(self, question: Callable[[int], Join | Read], until: float) -> Ended:
         if not self.child.ready():
             return Ended(0, "starting")
-        answer = self.child.ask(question, until)  # type: ignore[arg-type]
+        answer = self.child.ask(question, until)
         if isinstance(answer, Ended):
+            if answer.why not in ("", "not_joined"):
+                self.child.kill()
             return answer
         return Ended(0, "late" if time.monotonic() >= until else "process_ended")
 
