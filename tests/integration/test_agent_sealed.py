@@ -103,12 +103,28 @@ def test_nodes_with_the_same_keys_share_a_store_and_others_miss(
     store.kill()
 
 
+def test_a_secret_of_the_nodes_own_does_not_lie_beside_what_is_sealed(
+    tmp_path: Path, keys: Path
+) -> None:
+    """With it the names on the disk would tell whether a guessed prompt is there."""
+    agent = AgentProcess(tmp_path / "node", [f"--seal-keys={keys}"])
+    agent.start()
+    saved(agent)
+    agent.end(signal.SIGKILL)
+    agent.start()
+    assert loaded(agent) == (END, {"disk": END})
+    agent.end()
+    secret = (keys / "kvatlas.secret").read_bytes()
+    assert (keys / "kvatlas.secret").stat().st_mode & 0o077 == 0
+    assert all(secret not in path.read_bytes() for path in agent.disk.iterdir())
+
+
 def test_a_directory_of_keys_that_cannot_be_used_is_told_at_the_start(
     tmp_path: Path, keys: Path
 ) -> None:
     (keys / "master.key").chmod(0o644)
     for folder, reason in ((keys, "chmod 600"), (tmp_path / "none", "kvatlas keys init")):
-        words = ["agent", "--dram=2MB", f"--socket={tmp_path / 's'}", f"--seal-keys={folder}"]
+        words = ["agent", "--dram=2MB", f"--disk={tmp_path / 'disk'}=8MB", f"--seal-keys={folder}"]
         done = subprocess.run(
             [sys.executable, "-m", "kvatlas.cli.main", *words],
             capture_output=True,

@@ -27,6 +27,7 @@ from kvatlas.core.agent_values import Config
 from kvatlas.core.policy.checkpoints import spacing_of
 from kvatlas.core.records import Tier
 from kvatlas.dataplane.codec import Codec
+from kvatlas.dataplane.keystore import FileKeys
 from kvatlas.dataplane.tiers.opening import address_of
 from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import ConfigError
@@ -285,7 +286,10 @@ def run(args: argparse.Namespace) -> int:
         disk_bytes,
         _CODECS[args.disk_codec],
         secret=_secret(
-            args.config, disk, shares=bool(args.object or args.peer or args.serve_peers)
+            args.config,
+            disk,
+            args.seal_keys,
+            shares=bool(args.object or args.peer or args.serve_peers),
         ),
         shared=shared,
         listen=args.listen,
@@ -335,8 +339,11 @@ def _safety(config: Path | None) -> Safety:
     return safety_of(told.admin, told.audit, trust, "agent", closed=trust is not None)
 
 
-def _secret(config: Path | None, disk: Path | None, *, shares: bool) -> bytes:
-    """The deployment's, else this node's own, which must last as long as what is on its disk."""
+def _secret(
+    config: Path | None, disk: Path | None, seal_keys: Path | None, *, shares: bool
+) -> bytes:
+    """The deployment's, else this node's own, which must last as long as what is on its disk: there
+    it lies, but where that is sealed. With it, names that are on the disk test a guessed prompt."""
     if config is not None:
         secret_file = read(config, _OfAgent, _TABLES)[1].keys.secret_file
         if not secret_file:
@@ -349,7 +356,9 @@ def _secret(config: Path | None, disk: Path | None, *, shares: bool) -> bytes:
         )
     if disk is None:
         return secrets.token_bytes(32)
-    path = disk / _KEY_FILE
+    if seal_keys is not None:
+        FileKeys(seal_keys)  # which says what is wrong with it
+    path = (disk if seal_keys is None else seal_keys) / _KEY_FILE
     try:
         disk.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
