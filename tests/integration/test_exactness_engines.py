@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nixl_kit import use_nixl
 from real_engines import HERE, SGLANG_SHIM, require, require_v4
 
 from kvatlas.connectors import vllm_greedy
@@ -123,19 +124,25 @@ BELOW = {"disk": 2 * 192, "object": 192, "peer": 192}
 def test_an_agent_gives_back_what_engines_saved(
     tmp_path: Path, engine: str, model: str, tiers: tuple[str, ...], below: dict[str, int]
 ) -> None:
-    report = exactness_tiers.run(
-        subject(model, tmp_path),
-        [200],
-        tiers,
-        engine=engine,
-        venv=require(engine),
-        engine_path=[SGLANG_SHIM] if engine == "sglang" else [],
-        seed=5,
-        scratch=tmp_path,
-    )
+    """Out of a peer's memory by NIXL under vLLM, over TCP under SGLang."""
+    by = "nixl/cma" if engine == "vllm" and "peer" in tiers else "tcp"
+    with pytest.MonkeyPatch.context() as patch:
+        if by != "tcp":
+            use_nixl(patch, tmp_path)
+        report = exactness_tiers.run(
+            subject(model, tmp_path),
+            [200],
+            tiers,
+            engine=engine,
+            venv=require(engine),
+            engine_path=[SGLANG_SHIM] if engine == "sglang" else [],
+            seed=5,
+            scratch=tmp_path,
+        )
     assert not report.failures
     dram = report.cached_tokens_by_tier["dram"]
     assert report.cached_tokens_by_tier == {"dram": dram, **below}
     assert dram
     assert not dram % 192
     assert report.damaged
+    assert report.transports.get("peer", by) == by
