@@ -54,7 +54,7 @@ _HEADERS = [(b"content-type", b"application/json")]
 _RECORDING_BYTES_MAX = 1 << 32
 
 
-class _Heard(Answer):
+class Heard(Answer):
     """An answer whose bytes are kept."""
 
     __slots__ = ("body",)
@@ -111,16 +111,18 @@ def served(scenario: Scenario) -> Side:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gateway.kvr"
         with asyncio.Runner(loop_factory=QuietLoop) as runner:
-            run = _Run(scenario, path)
+            run = Served(scenario, path)
             runner.run(run.play())
         return run.side(path)
 
 
-class _Run:
+class Served:
+    """One run of it. What a client sends, and what the gateway is told, may be changed."""
+
     def __init__(self, scenario: Scenario, path: Path) -> None:
         self._scenario = scenario
         self._path = path
-        self._answers: dict[str, _Heard] = {}
+        self.answers: dict[str, Heard] = {}
         self._in_flight = 0
         self._ended = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -135,12 +137,13 @@ class _Run:
         assert isinstance(loop, QuietLoop)
         async with contextlib.AsyncExitStack() as stack:
             workers = [w for made in await self._start_engines(stack) for w in made]
-            config = self._config(workers)
+            config = self.config(workers)
             timing = Timing(poll_s=NEVER_S, timeout_s=READY_S, describe_every_s=NEVER_S)
             assembly = Assembly(config, timing=timing, feed_limits=_FEED, clock=loop.time)
             stack.push_async_callback(assembly.close)
             await assembly.start()
-            gateway = Gateway(config.gateway, assembly.steering)
+            tenants = assembly.tenancy.tenants
+            gateway = Gateway(config.gateway, assembly.steering, tenants=tenants)
             await gateway.start()
             stack.push_async_callback(gateway.close)
             client = HttpClient(idle_max=4096)
@@ -157,7 +160,8 @@ class _Run:
                     holders=assembly.directory.holders_of(Publisher(name)),
                 )
 
-    def _config(self, workers: list[WorkerConfig]) -> Config:
+    def config(self, workers: list[WorkerConfig]) -> Config:
+        """The gateway's."""
         cluster = self._scenario.cluster
         router, directory = cluster.router, cluster.directory
         return Config(
@@ -222,7 +226,7 @@ class _Run:
             made += numbers.output_tokens
         if held != self._in_flight:
             return f"{self._in_flight} requests under way, {held} at engines"
-        heard = sum(len(answer.times) for answer in self._answers.values())
+        heard = sum(len(answer.times) for answer in self.answers.values())
         if heard != made:
             return f"{made} tokens made, {heard} received"
         booked = sum(assembly.steering.in_flight().values())
@@ -273,6 +277,14 @@ class _Run:
         loop.when_quiet(loop.time(), last.set_result, None)
         await last
 
+    def more(self, request: TraceRequest) -> dict[str, object]:
+        """Further fields of a request's body."""
+        return {"cache_salt": request.scope} if request.scope else {}
+
+    def headers(self, request: TraceRequest) -> list[tuple[bytes, bytes]]:
+        """Further headers."""
+        return []
+
     async def _ask(self, client: HttpClient, origin: Origin, request: TraceRequest) -> None:
         tokens = prompt_tokens(request, self._scenario.block_tokens)
         body: dict[str, object] = {
@@ -282,11 +294,10 @@ class _Run:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if request.scope:
-            body["cache_salt"] = request.scope
+        body |= self.more(request)
         name = str(request.index)
-        answer = self._answers[name] = _Heard(asyncio.get_running_loop().time)
-        headers = [*_HEADERS, (b"x-request-id", name.encode())]
+        answer = self.answers[name] = Heard(asyncio.get_running_loop().time)
+        headers = [*_HEADERS, *self.headers(request), (b"x-request-id", name.encode())]
         data = msgspec.json.encode(body)
         try:
             await client.exchange(
@@ -306,7 +317,7 @@ class _Run:
             match frame.event:
                 case Question(id):
                     assert frame.answer is not None
-                    answer = self._answers[id]
+                    answer = self.answers[id]
                     request = Request(id, frame.answer, answer=text_digest(answer.text()))
                     request.fault = answer.error or ("" if answer.done else "broken off")
                     requests[id] = request
