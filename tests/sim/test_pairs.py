@@ -80,6 +80,7 @@ def test_what_the_decode_side_holds_is_not_moved_again() -> None:
 def test_whole_runs_account_for_every_token_once() -> None:
     outcomes: list[Outcome] = []
     report = simulate(pairs_of(), chats(150), export=outcomes.append)
+    assert report.retries == 0, "the decode half is no second try"
     assert ids(outcomes) == list(range(150))
     tokens = report.tokens
     assert tokens.prompt == sum(r.input_tokens for r in chats(150))

@@ -229,7 +229,8 @@ class Recorder:
         self._last_at = max(self._last_at, outcome.ended_at)
         self._prompt += outcome.prompt_tokens
         self._output += outcome.output_tokens
-        self._retries += max(0, len(outcome.tried) - 1)
+        wanted = 2 if outcome.prefilled_by else 1  # the halves of a pair are no retry
+        self._retries += max(0, len(outcome.tried) - wanted)
         admitted = self._admitted.pop(outcome.id, {})
         if outcome.fallback:
             self._fallbacks[outcome.fallback] += 1
