@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import ssl
 import subprocess
@@ -178,6 +179,18 @@ async def show(folder: Path, gateway: str, faults: Faults) -> None:
     faults.show("the audit log has both, and no content", read and refused, audit[-1])
 
 
+def show_command(folder: Path, gateway: str, faults: Faults) -> None:
+    """A command asks as the operator, by files that the environment names."""
+    files = {"CA": "ca/ca.pem", "CERT": "ca/client-ops.pem", "KEY": "ca/client-ops.key"}
+    known = os.environ | {f"KVATLAS_{name}": file for name, file in files.items()}
+    argv = [sys.executable, "-m", "kvatlas", "explain", "last", "--url", gateway]
+    done = subprocess.run(
+        argv, cwd=folder, env=known, capture_output=True, text=True, timeout=60, check=False
+    )
+    told = (done.stdout or done.stderr).strip().partition("\n")[0]
+    faults.show("kvatlas explain does, too", done.returncode == 0, told)
+
+
 def main() -> int:
     faults = Faults()
     with tempfile.TemporaryDirectory(prefix="kvatlas-mtls-") as name:
@@ -194,6 +207,7 @@ def main() -> int:
                 if found is None:
                     raise SystemExit(f"the gateway does not speak TLS: {line}")
                 asyncio.run(show(folder, found[0], faults))
+                show_command(folder, found[0], faults)
     print(f"{len(faults.found)} wrong" if faults.found else "all as it should be")
     return 1 if faults.found else 0
 
