@@ -110,8 +110,10 @@ def checked(path: Path, text: str, file: TenantsFile) -> TenantsFile:
     claims: dict[str, int] = {}
     keys: dict[str, int] = {}
     found = []
+    lines = [n for n, line in enumerate(text.split("\n"), 1) if re.match(r"\s*\[\[", line)]
     for index, tenant in enumerate(file.tenant):
-        at = f"{path}:{_line(text, index)}: tenant {tenant.name!r}"
+        line = lines[index] if index < len(lines) else 1
+        at = f"{path}:{line}: tenant {tenant.name!r}"
         try:
             name = checked_name(tenant.name)
         except ValueError as error:
@@ -146,12 +148,6 @@ def _once(seen: dict[str, int], what: str, index: int, fault: str) -> None:
     other = seen.setdefault(what, index)
     if other != index:
         raise ConfigError(fault)
-
-
-def _line(text: str, index: int) -> int:
-    """Of the ``index``-th [[tenant]]."""
-    lines = [n for n, line in enumerate(text.split("\n"), 1) if re.match(r"\s*\[\[", line)]
-    return lines[index] if index < len(lines) else 1
 
 
 def fault_of(tenants: TenantsConfig, *, secret: bool, blind: bool) -> tuple[str, str]:

@@ -76,7 +76,8 @@ class Tenancy:
     async def refresh(self) -> None:
         """Reads again what has changed; what could not be made into tokens is tried once more."""
         if self.tenants is not None:
-            self.tenants.refresh()
+            # Ten thousand tenants take two seconds to read.
+            await asyncio.to_thread(self.tenants.refresh)
             if self.agents is not None:
                 await self._teller.tell(self.agents, self.tenants.file)
         if self.public is not None:

@@ -36,16 +36,22 @@ class Caller(msgspec.Struct, frozen=True):
     salt: TenantSalt
 
 
+class _One(msgspec.Struct, frozen=True):
+    """A tenant, and what agents know it by."""
+
+    tenant: Tenant
+    tag: str
+
+
 class _Known(msgspec.Struct, frozen=True):
     """What one reading of the file came to."""
 
-    by_key: Mapping[bytes, Tenant] = {}
-    by_claim: Mapping[str, Tenant] = {}
-    tags: Mapping[str, str] = {}  # name → tag
+    by_key: Mapping[bytes, _One] = {}
+    by_claim: Mapping[str, _One] = {}
 
 
 class Tenants:
-    """The door. Lives on the event loop; `refresh` it now and then."""
+    """The door. Lives on the event loop; `refresh` it now and then, in a thread if need be."""
 
     def __init__(
         self,
@@ -103,10 +109,10 @@ class Tenants:
                 "could come in (kvatlas tenant set NAME --new-key)"
             )
         self.file, self._seen = file, seen
+        all_ = [_One(tenant, tag_of(self._ring, tenant.name)) for tenant in file.tenant]
         self._known = _Known(
-            {self._place(key): tenant for tenant in file.tenant for key in tenant.keys},
-            {tenant.jwt or tenant.name: tenant for tenant in file.tenant},
-            {tenant.name: tag_of(self._ring, tenant.name) for tenant in file.tenant},
+            {self._place(key): one for one in all_ for key in one.tenant.keys},
+            {one.tenant.jwt or one.tenant.name: one for one in all_},
         )
 
     # -- requests ---------------------------------------------------------------------------------
@@ -149,14 +155,14 @@ class Tenants:
             claims = tokens.claims(text, self._clock())
         except ValueError as error:
             raise _stranger(f"the token is not taken: {error}") from error
-        tenant = self._known.by_claim.get(claims.tenant)
-        if tenant is None:
+        known = self._known.by_claim.get(claims.tenant)
+        if known is None:
             raise RequestError(
                 "the token is good, and its tenant is none of this gateway's",
                 status=403,
                 code="unknown_tenant",
             )
-        return self._caller(tenant, claims.session or self._named_session(headers))
+        return self._caller(known, claims.session or self._named_session(headers))
 
     def _named_session(self, headers: Headers) -> str:
         if not self._config.session_header:
@@ -168,8 +174,8 @@ class Tenants:
         except UnicodeDecodeError as error:
             raise _bad_session("it is not UTF-8") from error
 
-    def _caller(self, tenant: Tenant, session: str) -> Caller:
-        tag = self._known.tags[tenant.name]
+    def _caller(self, known: _One, session: str) -> Caller:
+        tenant, tag = known.tenant, known.tag
         if tenant.share == "session" and not session:
             raise RequestError(
                 "this tenant's requests each belong to a session, and none was named",
