@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 PREFIXES_MAX = 1024
 FILE_BYTES_MAX = 16 << 20
 STEP_TOKENS = 16  # no engine's blocks are finer: how far a prompt is public is told so exactly
+_STRIDES = (32 * STEP_TOKENS, STEP_TOKENS)
 _MARKS_MAX = 1 << 20
 #: Ends of prompts that have nothing in common: what both begin with is the prefix alone.
 _ENDS = ("Q", "9z")
@@ -153,19 +154,17 @@ class PublicPrefixes:
     def longest(self, tokens: bytes) -> Public:
         """How far a prompt (uint32 ids, little endian) is public."""
         best, digest = Public(), start_of_digest()
-        data, at = memoryview(tokens), 0
-        for count in self._steps(len(tokens) // 4):
-            digest.update(data[4 * at : 4 * count])
-            at = count
-            made = digest.copy().digest()
-            if made not in self._closed[count]:
-                break
-            best = Public(count, made)
+        data = memoryview(tokens)
+        most = min(len(tokens) // 4, max(self._closed, default=0))
+        for width in _STRIDES:  # what is before a public place is public: no need to look there
+            while (end := best.tokens + width) <= most:
+                longer = digest.copy()
+                longer.update(data[4 * best.tokens : 4 * end])
+                made = longer.digest()
+                if made not in self._closed[end]:
+                    break
+                best, digest = Public(end, made), longer
         return max(best, self._longest_single(data), key=lambda public: public.tokens)
-
-    def _steps(self, count: int) -> range:
-        most = max(self._closed, default=0)
-        return range(STEP_TOKENS, min(count, most) + 1, STEP_TOKENS)
 
     def _longest_single(self, data: memoryview) -> Public:
         best, digest, at = Public(), start_of_digest(), 0
