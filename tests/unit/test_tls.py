@@ -328,6 +328,40 @@ async def test_many_silent_connections_keep_nobody_out(authority: Authority, sta
         writer.close()
 
 
+async def test_a_crowd_of_half_handshakes_is_no_better_off(
+    authority: Authority, stand: Stand
+) -> None:
+    server = await stand.server(authority.trust("agent"), DoorLimits(4, 30.0))
+    door = server.door
+    assert door is not None
+    crowd = []
+    for number in range(12):
+        crowd.append(await asyncio.open_connection("127.0.0.1", server.port))
+        crowd[-1][1].write(b"\x16\x03\x01\x02\x00")
+        await eventually(lambda number=number: door.shaking == min(number + 1, 4))
+    async with asyncio.timeout(5):
+        for reader, _ in crowd[:8]:
+            await _until_closed(reader)
+    assert door.counts["crowded"] == 8
+    assert not server.connections
+    for _, writer in crowd:
+        writer.close()
+
+
+async def test_an_answer_that_breaks_off_is_seen_to(authority: Authority, stand: Stand) -> None:
+    async def breaks(request: Request, reply: Reply) -> None:
+        reply.start(200, [(b"content-type", b"text/plain")])
+        reply.write(b"half an ans")
+        await reply.drain()
+        reply.abort()
+
+    server = HttpServer(breaks, trust=authority.trust("agent"))
+    await server.start()
+    stand.open.append(server)
+    with pytest.raises(EngineError, match="in the middle of its answer"):
+        await stand.ask(server, to_agents(authority.trust("gateway")))
+
+
 async def test_an_answer_that_ends_the_connection_ends_it_at_once(authority: Authority) -> None:
     server = HttpServer(echo, trust=authority.trust("agent"))
     await server.start()
