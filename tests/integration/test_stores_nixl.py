@@ -137,6 +137,28 @@ def test_what_is_not_there_or_wrong_is_told_as_over_tcp(rig: NixlRig) -> None:
     desk.store.close()
 
 
+def test_a_slot_that_is_recycled_in_mid_read_is_a_miss(
+    rig: NixlRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(rig)
+    name = next(iter(desk.kept))
+    slot = rig.dram._units[name].slot
+    real = desk.nixl.read
+
+    def read(*words: Any) -> str:
+        why = real(*words)
+        rig.arena.mark(slot.offset, slot.generation + 1)
+        return why
+
+    monkeypatch.setattr(desk.nixl, "read", read)
+    assert desk.read() == Report(failed=(name,))
+    assert bytes(desk.pieces[0].view) == desk.kept[name]  # they came, and are not believed
+    assert desk.store.counts["recycled"] == 1
+    assert rig.server.counts.all() == {"lent": COUNT - 1, "recycled": 1}
+    assert desk.moved == {"nixl/cma": COUNT - 1}
+    desk.store.close()
+
+
 def test_values_for_elsewhere_come_over_tcp(rig: NixlRig) -> None:
     desk = Desk(rig)
     name, value = next(iter(desk.kept.items()))
