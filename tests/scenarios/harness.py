@@ -452,6 +452,7 @@ class FakeWorker:
             lines = [
                 f'vllm:num_requests_running{{engine="0"}} {self.running}',
                 'vllm:num_requests_waiting{engine="0"} 0',
+                'vllm:generation_tokens_total{engine="0"} 0',
                 f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {int(not self.asleep)}',
                 f'vllm:engine_sleep_state{{engine="0",sleep_state="slept"}} {int(self.asleep)}',
                 f"process_start_time_seconds {self.started}",

@@ -85,11 +85,12 @@ WORK = "vllm:num_requests_running 1.0\nvllm:generation_tokens_total 7.0\n"
     [
         (WORK, WORK, False),
         (WORK, WORK.replace(" 7.0", " 8.0"), True),
-        (WORK, WORK.replace(" 1.0", " 2.0"), True),
+        (WORK, WORK.replace(" 1.0", " 2.0"), False),  # somebody came
         (WORK, WORK + "process_cpu_seconds_total 3.0\n", False),  # it may wait as busily
-        (SGLANG, SGLANG, False),
+        (SGLANG + "sglang:num_used_tokens 7\n", SGLANG + "sglang:num_used_tokens 7\n", False),
         (SGLANG + "sglang:num_used_tokens 7\n", SGLANG + "sglang:num_used_tokens 8\n", True),
-        ("", "", True),  # it tells nothing: its health is all that is known
+        ("", "", True),  # it counts nothing: its health is all that is known
+        (SGLANG, SGLANG, True),
     ],
 )
 async def test_whether_an_engine_gets_on(before: str, after: str, gets_on: bool) -> None:

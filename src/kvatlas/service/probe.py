@@ -64,7 +64,7 @@ class Load(msgspec.Struct, frozen=True):
     running: int = -1
     waiting: int = -1
     kv_usage: float = -1.0  # 0 to 1, of what running requests use
-    used_tokens: int = -1  # the same, uncut: SGLang's share has two digits
+    used_tokens: int = -1  # the same, uncut: SGLang tells its share in two digits
 
 
 class Pulse(msgspec.Struct, frozen=True):
@@ -79,10 +79,15 @@ class Pulse(msgspec.Struct, frozen=True):
     malformed: int = 0
 
     def gets_on(self, before: Pulse) -> bool:
-        """Whether the engine did anything since the look ``before``, as far as it tells: one that
-        tells nothing is taken at its health."""
-        tells = self.work >= 0 or bool(self.loads)
-        return not tells or (self.work, self.loads) != (before.work, before.loads)
+        """Whether the engine computed anything since the look ``before``, by the tokens that it
+        counts; requests come to one that stands still, too. One that counts none is taken at its
+        health."""
+        now, then = self._counts(), before._counts()
+        return now == (-1.0, {}) or now != then
+
+    def _counts(self) -> tuple[float, dict[int, int]]:
+        used = {rank: load.used_tokens for rank, load in self.loads.items()}
+        return self.work, {rank: count for rank, count in used.items() if count >= 0}
 
 
 async def describe(client: HttpClient, worker: WorkerConfig, timeout_s: float) -> Description:
