@@ -20,6 +20,7 @@ from kvatlas.connectors.child import free_ports
 from kvatlas.core.forgetting import Floor
 from kvatlas.core.keys import Keyring
 from kvatlas.core.tenancy import TenantSalt, salt_of, tag_of
+from kvatlas.dataplane.keystore import FileKeys
 from kvatlas.dataplane.tiers import valkey
 from kvatlas.service import agent_wire as wire
 from kvatlas.service.agent_pulls import PROOF
@@ -78,10 +79,15 @@ class Node(AgentProcess):
             return engine.load("loaded", tokens_of(prompt, BLOCKS * GRID + 5))[0]
 
     def purge(
-        self, *floors: Floor, store: bool = False, ring: Keyring = RING, life: str = ""
+        self,
+        *floors: Floor,
+        store: bool = False,
+        ring: Keyring = RING,
+        life: str = "",
+        erase: tuple[str, ...] = (),
     ) -> dict[str, Gone]:
         life = life or str(self.wait(lambda _: True)["arena"])
-        body, proof = Order(life, floors, store=store).signed(ring)
+        body, proof = Order(life, floors, store=store, erase=erase).signed(ring)
         ask = urllib.request.Request(self.url + PURGE, body, {PROOF: proof})
         with urllib.request.urlopen(ask, timeout=25) as answer:
             told = msgspec.json.decode(answer.read(), type=Purged)
@@ -189,6 +195,27 @@ def test_a_store_is_purged_by_what_its_values_say(store: Server, node: Callable[
     assert first.purge(Floor(RED, 1))["dram"].units == BLOCKS
     assert first.load(salt(RED)) == 0
     assert second.load(salt(BLUE)) == BLOCKS * GRID
+
+
+def test_a_sealed_tenants_key_is_dropped_and_it_goes_on_with_another(
+    node: Callable[..., Node], tmp_path: Path
+) -> None:
+    FileKeys.create(tmp_path / "keys")
+    one = node(f"--seal-keys={tmp_path / 'keys'}")
+    one.save(salt(RED))
+    one.save(salt(BLUE))
+    assert sorted({key.tenant for key in FileKeys(tmp_path / "keys").listed()}) == sorted(
+        (RED, BLUE)
+    )
+    told = one.purge(Floor(RED, 1), erase=(RED,))
+    assert told["keys"].units == 1  # one for all its epochs and sessions
+    assert all(gone.done for gone in told.values())
+    assert one.load(salt(BLUE)) == BLOCKS * GRID
+    one.save(salt(RED, 1))
+    one.end(signal.SIGKILL)
+    one.start()
+    assert one.load(salt(RED, 1)) == BLOCKS * GRID  # from disk, by its new key
+    assert one.load(salt(RED)) == 0
 
 
 def test_a_scan_finds_what_was_planted(node: Callable[..., Node], store: Server) -> None:
