@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from fake_engine import GRID, tokens_of
 from test_agent_purge import BLUE, RED, RING, Node, node
 
+from kvatlas.config_tenants import Quotas, Tenant, TenantsFile
 from kvatlas.core.keys import Keyring
 from kvatlas.core.tenancy import TenantSalt, mark_of, prefix_digest, salt_of
 from kvatlas.service.agent_pulls import PROOF
+from kvatlas.service.http_client import HttpClient
+from kvatlas.service.tenancy import Teller
 from kvatlas.service.tenant_limits import LIMITS, Limits
 
 __all__ = ["node"]  # the fixture
@@ -117,3 +122,30 @@ def test_an_adapter_named_like_a_salt_is_just_an_adapter(node: object, name: str
             assert engine.client.want("r", PROMPT, 0, 30.0, scope="", adapter=adapter)
             engine.client.end("r")
         assert load(agent, "", PROMPT) == 0
+
+
+async def test_a_gateway_tells_each_life_of_an_agent_the_limits_of_the_file(node: object) -> None:
+    agent: Node = node()  # type: ignore[operator]
+    told = SimpleNamespace(life=str(agent.wait(lambda _: True)["arena"]))
+    place = SimpleNamespace(told=told, config=SimpleNamespace(url=agent.url))
+    agents: Any = SimpleNamespace(nodes={"n": place})
+    client = HttpClient()
+    teller = Teller(RING, client)
+    try:
+        await teller.tell(agents, TenantsFile((Tenant("red", quota_bytes=Quotas(dram=0, disk=0)),)))
+        assert teller.problems == {}
+        with agent.engine(salt(RED, public=0)) as engine:
+            engine.save("saved", PROMPT)
+        agent.idle()
+        assert load(agent, salt(RED, public=0), PROMPT) == 0
+        await teller.tell(agents, TenantsFile((Tenant("red"),)))
+        save(agent, salt(RED, public=0), PROMPT)
+        assert load(agent, salt(RED, public=0), PROMPT) == 6 * GRID
+        told.life = "another"
+        await teller.tell(agents, TenantsFile((Tenant("red", quota_bytes=Quotas(dram=1)),)))
+        assert "another life" in teller.problems["n"]
+        place.told = None
+        await teller.tell(agents, TenantsFile())
+        assert teller.problems == {}
+    finally:
+        await client.close()
