@@ -27,3 +27,9 @@ def test_a_sealed_disk_tells_nothing_and_a_dropped_key_leaves_nothing() -> None:
     told = run("sealed_at_rest.py")
     assert told.count("ok   ") == 5
     assert told.endswith("all as it should be\n")
+
+
+def test_tenants_hit_their_own_and_nothing_else() -> None:
+    told = run("tenants.py")
+    assert told.count("ok   ") == 9
+    assert told.endswith("all as it should be\n")
