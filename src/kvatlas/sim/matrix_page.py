@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from kvatlas.report.axes import Axis
+from kvatlas.report.axes import Axis, number
 from kvatlas.report.html import Markup, assumed, bullets, section, table
 from kvatlas.report.html import page as html_page
 from kvatlas.report.plots import Bars, bar_plot, distribution_plot
@@ -148,7 +148,7 @@ def _said(name: str, value: Interval | None) -> str:
 
 def _around(value: Interval, factor: float, unit: str) -> str:
     """The mean, and how far the interval goes on the side where it goes farther."""
-    said = f"{value.mean * factor:,.4g} {unit}".rstrip()
+    said = f"{number(value.mean * factor)} {unit}".rstrip()
     if value.low is None or value.high is None or not value.mean:
         return said
     off = max(value.mean - value.low, value.high - value.mean) / abs(value.mean)
