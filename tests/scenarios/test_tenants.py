@@ -334,3 +334,10 @@ async def test_what_a_proxy_cannot_have_checked_is_refused_and_not_let_through(
             reply = await stream.read()
             assert reply.immediate_response.status.code == 503
             assert b"not_checked" in reply.immediate_response.body
+        tenants = product.assembly.tenancy.tenants
+        assert tenants is not None
+        tenants.check = None  # type: ignore[method-assign,assignment]
+        async with proxy.stream() as stream:  # a fault of ours, in mid-check
+            told = await stream.ask({"model": "m", "prompt": PROMPT}, headers=bearer(KEYS[ACME]))
+            assert (told.status, told.error()["code"]) == (503, "not_checked")
+        assert not w1.got

@@ -111,7 +111,12 @@ class Picker:
 
     async def _process(self, _: Any, context: Any) -> None:
         exchange = Exchange(
-            self._config, self._steer, self._metrics, self._limits, self._reserve, self._tenants
+            self._config,
+            self._steer,
+            self._metrics,
+            self._limits,
+            self._reserve,
+            tenants=self._tenants,
         )
         if self._streams >= self._streams_max:
             text = f"over picker.max_streams ({self._streams_max})"

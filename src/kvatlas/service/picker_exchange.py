@@ -46,6 +46,7 @@ class Exchange:
         metrics: GatewayMetrics,
         limits: Limits,
         reserve: Callable[[int], None],
+        *,
         tenants: Tenants | None = None,
     ) -> None:
         self.done = False  # nothing more is expected
@@ -58,6 +59,7 @@ class Exchange:
         self._limits = limits
         self._reserve = reserve
         self._tenants = tenants
+        self._picked = False  # the proxy was told where the request goes
         self._started_s = self._sent_s = time.perf_counter()
         self._ends_at_s = math.inf  # of its deadline
         self._ends_first = False  # sooner than the engine's silence
@@ -203,7 +205,7 @@ class Exchange:
     def turn_away(self, why: str) -> wire.Reply | None:
         """What cannot be done as it should be: where tenants are told apart, a proxy must not send
         it on all the same. None: that is the proxy's to decide, or it is too late."""
-        if self._tenants is None or self.asked:
+        if self._tenants is None or self._picked or self.done:
             return None
         return self._refuse(RequestError(why, status=503, code="not_checked"))
 
@@ -239,7 +241,9 @@ class Exchange:
             return [self._refuse(error)]
         self._route = route
         self._send_to(route.targets[0])
-        return self._replies(request, body, route, end=end)
+        replies = self._replies(request, body, route, end=end)
+        self._picked = True
+        return replies
 
     def _send_to(self, target: Target) -> None:
         assert self._route is not None
