@@ -87,6 +87,11 @@ def ids_of(answer: Any) -> list[int]:
     return list(answer["choices"][0]["token_ids"])
 
 
+def streamed_ids(got: Answer) -> list[int]:
+    events = [json.loads(e[6:]) for e in got.body.decode().split("\n\n") if e.startswith("data: {")]
+    return [i for e in events if e["choices"] for i in e["choices"][0].get("token_ids") or ()]
+
+
 def alone(engine: VllmEngine, prompt: list[int]) -> list[int]:
     """What one engine makes of it, without the gateway, with nothing cached before or after."""
     answer = complete(engine.url, prompt, tokens=TOKENS)
@@ -168,12 +173,12 @@ async def test_many_at_once_do_not_mix(product: Product, pair: dict[str, VllmEng
 
 
 @pytest.mark.long  # on real clocks; a machine that stands still itself for seconds spoils it
-@pytest.mark.parametrize("frozen", ["p", "d"])
+@pytest.mark.parametrize(("frozen", "stream"), [("p", True), ("d", True), ("d", False)])
 async def test_a_half_that_freezes_is_left_within_the_deadline(
-    product: Product, pair: dict[str, VllmEngine], frozen: str
+    product: Product, pair: dict[str, VllmEngine], frozen: str, stream: bool
 ) -> None:
     """It stands still with the request, and nothing of its connection tells. Later it goes on."""
-    prompt = [8, *PROMPT[: 300 + 100 * (frozen == "d")]]
+    prompt = [200 + 2 * (frozen == "d") + stream, *PROMPT[: 300 + 100 * (frozen == "d")]]
     other = "d" if frozen == "p" else "p"
     expected = await asyncio.to_thread(alone, pair[other], prompt)
     group = os.getpgid(pair[frozen].pid)
@@ -181,16 +186,14 @@ async def test_a_half_that_freezes_is_left_within_the_deadline(
     try:
         headers = {"x-kvatlas-deadline-ms": "24000"}
         body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.0}
-        body |= {"return_token_ids": True, "stream": True}
+        body |= {"return_token_ids": True, "stream": stream}
         got = await product.post(COMPLETION, body, headers)
     finally:
         os.killpg(group, signal.SIGCONT)
     assert (got.status, got.worker) == (200, other), got.body
     half = "prefill" if frozen == "p" else "decode"
     assert got.fallback == f"{half}: timeout"
-    events = [json.loads(e[6:]) for e in got.body.decode().split("\n\n") if e.startswith("data: {")]
-    ids = [i for e in events if e["choices"] for i in e["choices"][0].get("token_ids") or ()]
-    assert ids == expected
+    assert (streamed_ids(got) if stream else ids_of(got.json())) == expected
     await product.settled()
     again = await ask(product, [5, *prompt])
     assert (again.status, again.headers.get("x-kvatlas-prefilled-by")) == (200, "p")
