@@ -154,7 +154,7 @@ class Steer(Protocol):
         ...
 
     def quiet_s(self, target: Target) -> float:
-        """Seconds since its engine was last seen to compute, for anybody; inf where it never was."""
+        """Seconds since its engine was last seen to compute for anybody; inf where it never was."""
         ...
 
     def first_token(self, route: Route, ttft_s: float) -> None:
