@@ -210,6 +210,11 @@ def read_secret(path: Path, name: str) -> bytes:
     ConfigError, with the ``name`` of the setting, where it cannot be read or is too short."""
     try:
         secret = path.read_bytes().strip()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{name}: {path}: {error.strerror}; make one, the same for gateways and agents: "
+            f"(umask 077; openssl rand -hex 32 > {path})"
+        ) from error
     except OSError as error:
         raise ConfigError(f"{name}: {path}: {error.strerror}") from error
     if len(secret) < 16:

@@ -150,6 +150,7 @@ def _shown(ring: Keyring, tenant: Tenant) -> dict[str, Any]:
 
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table("tenant", "tag", "keys", "share", "epoch", "quotas", box=None)
+    table.columns[1].no_wrap, table.columns[1].min_width = True, 24  # people copy tags: whole
     for row in rows:
         quotas = ", ".join(f"{t} {size / 1e9:g} GB" for t, size in row["quota_bytes"].items())
         table.add_row(
