@@ -186,6 +186,18 @@ def test_a_purge_that_is_ordered_again_asks_nobody(rig: Rig) -> None:
     assert len(rig.agents.orders) == 2
 
 
+def test_who_asks_after_a_purge_orders_none(rig: Rig) -> None:
+    """A mistyped id would else get a receipt for an epoch that nobody raised."""
+    with pytest.raises(RequestError, match="no purge 'p1' was ordered"):
+        rig.purge(again=True)
+    assert rig.agents.orders == []
+    assert list((rig.folder / "receipts").iterdir()) == []
+    first = rig.purge()
+    assert rig.purge(again=True) == first
+    with pytest.raises(RequestError, match="is one of tenant 'red'"):
+        rig.purge(again=True, tenant="blue")
+
+
 def test_a_node_that_is_away_is_missing_and_purged_when_it_is_back(rig: Rig) -> None:
     rig.agents.go("two")
     receipt = rig.purge()

@@ -51,7 +51,7 @@ def add_parsers(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--session", default="", metavar="NAME", help="that one alone")
     add("--prefix", type=Path, metavar="FILE", help="a request as JSON: the blocks of its prompt")
     add("--reset-engines", action="store_true", help="empty engines, for every tenant")
-    add("--id", default="", metavar="ID", help="of a purge that was ordered before")
+    add("--id", default="", metavar="ID", help="ask after a purge that was ordered before")
     add("--output", type=Path, metavar="FILE", help="where the receipt goes")
     add("--json", action="store_true", help="print the receipt as JSON")
     purge.set_defaults(run=_purge)
@@ -70,6 +70,8 @@ def add_parsers(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def _purge(args: argparse.Namespace) -> int:
     check_output("--output", args.output, args.config, args.prefix)
+    if args.id and (args.session or args.prefix is not None or args.reset_engines):
+        raise ConfigError("--id asks after a purge as it was ordered: nothing else goes with it")
     config, file = file_of.opened(args.config)
     tenant, prefix = file_of.one_of(file, args.name), None
     if args.prefix is not None:
@@ -90,6 +92,7 @@ def _purge(args: argparse.Namespace) -> int:
         args.session,
         prefix,
         args.reset_engines,
+        again=bool(args.id),
     )
     receipt = asyncio.run(_ask(args.url, wanted, _ring(config)))
     if args.output is not None:
@@ -136,7 +139,7 @@ def _show(receipt: Receipt, *, as_json: bool) -> int:
     if receipt.session:
         what = f"session {receipt.session!r}"
     elif receipt.keys:
-        what = f"{len(receipt.keys)} blocks of a prompt"
+        what = f"{len(receipt.keys)} block(s) of a prompt"
     console.print(f"purge {receipt.id}: tenant {receipt.tenant!r}, {what}", markup=False)
     table = Table("who", "part", "what", "units", "bytes", "left", box=None)
     for answer in receipt.answers:

@@ -44,7 +44,8 @@ _GATEWAY = "gateway"
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an operator orders. ``id`` names the purge: ordered again, it answers with its receipt.
     ``session``: that one alone; ``prefix``: a request's body, of whose prompt the whole blocks go.
-    ``epoch``: that of the tenant in its file, as whoever orders knows it."""
+    ``epoch``: that of the tenant in its file, as whoever orders knows it. ``again``: asks after
+    the purge of that id, and orders none."""
 
     id: str
     at: float
@@ -53,6 +54,7 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session: str = ""
     prefix: dict[str, object] | None = None
     reset: bool = False
+    again: bool = False
 
 
 class Purger:
@@ -123,8 +125,12 @@ class Purger:
             raise RequestError(f"not an order of a purge: {error}", code="bad_purge") from error
         async with self._turn:
             receipt = self.receipts.get(wanted.id)
+            if receipt is None and wanted.again:
+                raise _refused(f"no purge {wanted.id!r} was ordered of this gateway")
             if receipt is None:
                 receipt = self._put(await self._receipt(wanted, request))
+            if receipt.tenant != wanted.tenant:
+                raise _refused(f"purge {wanted.id!r} is one of tenant {receipt.tenant!r}")
             if not receipt.complete:
                 receipt = await self._carry_on(receipt)
         return msgspec.to_builtins(receipt)
