@@ -1,4 +1,4 @@
-"""The tables [tls], [admin] and [audit] of kvatlas.toml: who proves what, sees what, changes what."""
+"""Tables [tls], [admin] and [audit] of kvatlas.toml: who proves what, sees what, changes what."""
 
 from __future__ import annotations
 
