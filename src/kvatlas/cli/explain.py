@@ -40,5 +40,5 @@ async def _ask(url: str, request_id: str) -> str:
     if answer.status == 404:
         raise EngineError(f"the gateway keeps no decision for {request_id!r} (router.explain_max)")
     if answer.status != 200:
-        raise EngineError(f"{url} answered with status {answer.status}: is it a kvatlas gateway?")
+        raise EngineError(f"{url}: status {answer.status}: {answer.said()}")
     return answer.body.decode("utf-8", "replace")

@@ -112,8 +112,7 @@ async def _ask(url: str, wanted: Wanted, ring: Keyring) -> Receipt:
             size_max=RECEIPT_BYTES_MAX,
         )
     if answer.status != 200:
-        said = answer.body[:500].decode(errors="replace")
-        raise EngineError(f"{url}: status {answer.status}: {said}")
+        raise EngineError(f"{url}: status {answer.status}: {answer.said()}")
     try:
         return verify(ring, answer.body)
     except ConfigError as error:

@@ -124,8 +124,7 @@ class FileKeys:
             raise ConfigError(f"keys: {error}") from error
         if not self._masters:
             raise ConfigError(
-                f"keys: {directory} has no master.key: kvatlas keys init --keys {directory} makes"
-                " one"
+                f"keys: {directory} has no master.key: kvatlas keys init {directory} makes one"
             )
 
     @classmethod

@@ -84,7 +84,10 @@ class Guard:
         if known is not None and self._knows(known, need):
             return known[0]
         self.counts["refused"] += 1
-        wanted = f"a token or a certificate with the right {need!r} is wanted ([admin])"
+        wanted = (
+            f"a token or a certificate with the right {need!r} is wanted ([admin]): kvatlas certs "
+            "token makes one, commands send KVATLAS_ADMIN_TOKEN"
+        )
         who = (
             f"{known[0]} has the right {known[1]!r}"
             if known is not None

@@ -14,6 +14,7 @@ import math
 import os
 import ssl
 from collections import deque
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -65,6 +66,20 @@ class Response(msgspec.Struct, frozen=True):
             return msgspec.json.decode(self.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise EngineError(f"the answer is no JSON: {error}") from error
+
+    def said(self) -> str:
+        """What a refusal says: the message of an error as OpenAI's API has it, or the beginning."""
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            return msgspec.json.decode(self.body, type=_Refusal).error.message[:500]
+        return self.body[:200].decode("utf-8", "replace")
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -315,8 +330,7 @@ def _payload(method: str, origin: Origin, target: str, headers: Headers, body: b
 
 def _checked(answer: Response, url: str) -> Any:
     if not 200 <= answer.status < 300:
-        text = answer.body[:200].decode("utf-8", "replace")
-        raise StatusError(f"{url}: status {answer.status}: {text}", status=answer.status)
+        raise StatusError(f"{url}: status {answer.status}: {answer.said()}", status=answer.status)
     return answer.json()
 
 
