@@ -13,12 +13,14 @@ from kvatlas.errors import RequestError
 from kvatlas.service.body import (
     Usage,
     asks_for_report,
+    has_extras,
+    pairs_itself,
     parse,
     parse_answer,
     splice,
     usage_of,
     with_usage,
-    without_report,
+    without_extras,
 )
 
 # Three tools, nested schemas, number texts that a re-encoding would change, raw and escaped text.
@@ -68,21 +70,26 @@ def test_empty_stream_options_are_replaced(value: bytes) -> None:
         (b'{"a":1.0, "kv_cache_report_mode" : "full","b":[1 ,2]}', b'{"a":1.0,"b":[1 ,2]}'),
         (rb'{"kv_cache_report\u005fmode":"full","a":1}', b'{"a":1}'),
         (b'{"kv_cache_report_mode":{"x":1}}', b"{}"),
+        (b'{"kv_transfer_params":"x","a":1}', b'{"a":1}'),
+        (rb'{"a":1,"ec_transfer\u005fparams":["x"]}', b'{"a":1}'),
     ],
 )
-def test_a_wish_for_a_report_is_taken_out(extra: bytes, left: bytes) -> None:
+def test_extras_that_are_not_a_clients_to_say_are_taken_out(extra: bytes, left: bytes) -> None:
     raw = TOOLS + b',"vllm_xargs":' + extra + b"}"
     body = parse(raw)
-    assert asks_for_report(body)
-    out = splice(raw, body, {"vllm_xargs": without_report(raw)})
-    assert not asks_for_report(parse(out))
+    assert has_extras(body)
+    assert asks_for_report(body) == ("kv_cache_report_mode" in str(body))
+    assert pairs_itself(body) == ("transfer_params" in str(body))
+    out = splice(raw, body, {"vllm_xargs": without_extras(raw)})
+    assert not has_extras(parse(out))
+    assert not pairs_itself(parse(out))
     after = msgspec.json.decode(out, type=dict[str, msgspec.Raw])
     assert bytes(after["vllm_xargs"]) == left
 
 
 @pytest.mark.parametrize("extra", [b"null", b"{}", b"[]", b'"kv_cache_report_mode"', b'{"a":1}'])
 def test_other_extras_are_left_alone(extra: bytes) -> None:
-    assert not asks_for_report(parse(b'{"vllm_xargs":' + extra + b"}"))
+    assert not has_extras(parse(b'{"vllm_xargs":' + extra + b"}"))
 
 
 def test_splicing_into_an_empty_object() -> None:

@@ -70,22 +70,34 @@ def with_usage(options: object, raw: bytes) -> object:
 
 #: A member of vLLM's ``vllm_xargs`` that makes the engine announce a hit as if it stored it.
 REPORT_MODE = "kv_cache_report_mode"
+#: Fields of vLLM that it takes from ``vllm_xargs``, too, where only text, numbers and lists pass:
+#: its connectors read them as objects, in the process of all requests, which ends with it.
+_HAND_OVERS = ("kv_transfer_params", "ec_transfer_params")
 
 
 def asks_for_report(body: Mapping[str, object]) -> bool:
     """Whether a request wants its hit announced (vLLM 0.32, `KVCacheManager`)."""
-    extra = body.get("vllm_xargs")
-    return isinstance(extra, dict) and REPORT_MODE in extra
+    return _has_extra(body, (REPORT_MODE,))
 
 
-def without_report(raw: bytes) -> object:
-    """The ``vllm_xargs`` of ``raw`` without that wish; its other members as they were.
+def has_extras(body: Mapping[str, object]) -> bool:
+    """Whether there are members of ``vllm_xargs`` that are not a client's to say."""
+    return _has_extra(body, (REPORT_MODE, *_HAND_OVERS))
 
-    A directory cannot tell such a report of one block from a second block that was stored, and
-    would promise it for longer than it is there.
+
+def without_extras(raw: bytes) -> object:
+    """The ``vllm_xargs`` of ``raw`` without those; its other members as they were.
+
+    A directory cannot tell a report of one block from a second block that was stored, and would
+    promise it for longer than it is there.
     """
     extra = _decode_raw(_decode_raw(raw)["vllm_xargs"])
-    return {name: value for name, value in extra.items() if name != REPORT_MODE}
+    return {n: value for n, value in extra.items() if n != REPORT_MODE and n not in _HAND_OVERS}
+
+
+def _has_extra(body: Mapping[str, object], names: Iterable[str]) -> bool:
+    extra = body.get("vllm_xargs")
+    return isinstance(extra, dict) and any(name in extra for name in names)
 
 
 #: By these the halves of a pair find each other's state: the gateway's alone to say.
@@ -101,7 +113,7 @@ PAIRING_FIELDS = (
 
 def pairs_itself(body: Mapping[str, object]) -> bool:
     """Whether a client sets what is the gateway's to say: such fields name hosts and blocks."""
-    return any(name in body for name in PAIRING_FIELDS)
+    return any(name in body for name in PAIRING_FIELDS) or _has_extra(body, _HAND_OVERS)
 
 
 #: No prompt or answer has this many tokens: a figure above it would drown all that are true.

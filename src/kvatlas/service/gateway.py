@@ -439,8 +439,8 @@ def _engine_body(
     chosen = inbound.headers.get(SALT_HEADER) if inbound.tenant is None and request.body else ""
     if chosen and inbound.body.get("cache_salt") != chosen:
         fields["cache_salt"] = chosen
-    if bodies.asks_for_report(inbound.body):
-        fields["vllm_xargs"] = bodies.without_report(request.body)
+    if bodies.has_extras(inbound.body):
+        fields["vllm_xargs"] = bodies.without_extras(request.body)
     withhold = False
     if usage and inbound.body.get("stream") is True:
         options = inbound.body.get("stream_options")

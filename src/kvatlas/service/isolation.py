@@ -16,12 +16,24 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 VLLM_PATHS = ("/v1/embeddings", "/v1/messages")
 
 #: Members of a body that say whose state it is: the gateway's alone to say. SGLang adds
-#: ``extra_key`` to the salt, and finds a session's state by its name in ``session_params``.
-FIELDS = ("cache_salt", "extra_key", "session_params")
+#: ``extra_key`` to the salt, finds a session's state by its name, and what it aborts for a client
+#: who has left is all whose ``rid`` begins alike. vLLM reads encoders' outputs from whoever
+#: ``ec_transfer_params`` name, and gives tools a session by ``request_id``.
+FIELDS = (
+    "cache_salt",
+    "extra_key",
+    "session_params",
+    "session_id",
+    "rid",
+    "request_id",
+    "ec_transfer_params",
+)
 
 #: Where clients show who they are: not for an engine.
 CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 
+#: Code that SGLang unpickles and runs where an operator allows it: it could read all there is.
+_CODE = "custom_logit_processor"
 _RESPONSES = "/v1/responses"
 _BY_NAME = ("previous_response_id", "background", "conversation")
 _DEPTH_MAX = 8
@@ -44,6 +56,8 @@ def check(method: str, path: str, body: Mapping[str, object], paths: Collection[
     for name in _BY_NAME if path == _RESPONSES else ():
         if body.get(name):
             raise _refused(name, "engines find what they stored by its name, whoever asks")
+    if body.get(_CODE):
+        raise _refused(_CODE, "it is code, which could read what engines have of everybody")
     if any(_named_media(body.get(name), _DEPTH_MAX) for name in ("messages", "input", "prompt")):
         raise _refused("uuid", "engines find media by the name that a client gives it")
 
