@@ -216,6 +216,20 @@ def test_a_node_that_is_away_is_missing_and_purged_when_it_is_back(rig: Rig) -> 
     assert next(order.floors for name, order in rig.agents.orders if name == "two") == done.floors
 
 
+def test_a_node_that_was_taken_out_of_the_configuration_is_not_forgotten(rig: Rig) -> None:
+    rig.agents.go("two")
+    rig.purge()
+    two = rig.agents.nodes.pop("two")
+    rig.restart()
+    rig.look()
+    missing = rig.purge().missing()
+    assert set(missing) == {"agent two"}
+    assert "not configured any more" in missing["agent two"]
+    rig.agents.nodes["two"] = two
+    rig.agents.come("two", life="2")
+    assert rig.purge().complete
+
+
 def test_new_lives_of_agents_are_told_all_floors_once(rig: Rig) -> None:
     rig.purge()
     rig.look()

@@ -39,6 +39,10 @@ AGE_S_MAX = 300.0  # of an order that is not known yet
 LOOK_S = 1.0  # for agents that are back
 AGAIN_S_MAX = 60.0  # between two tries of one purge, which begin with the former
 _GATEWAY = "gateway"
+_PARTED = (
+    "it is not configured any more, so what it holds was not purged: configure it again, or, once "
+    "its media are gone, take this receipt away and restart"
+)
 
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,7 +133,7 @@ class Purger:
                 raise _refused(f"no purge {wanted.id!r} was ordered of this gateway")
             if receipt is None:
                 receipt = self._put(await self._receipt(wanted, request))
-            if receipt.tenant != wanted.tenant:
+            elif receipt.tenant != wanted.tenant:
                 raise _refused(f"purge {wanted.id!r} is one of tenant {receipt.tenant!r}")
             if not receipt.complete:
                 receipt = await self._carry_on(receipt)
@@ -225,6 +229,8 @@ class Purger:
         for name, engine in self._here.engines().items():
             if f"engine {name}" not in done:
                 done[f"engine {name}"] = await self._engine(name, engine, receipt)
+        for who in receipt.missing():
+            done.setdefault(who, Answer(who, error=_PARTED))
         answers = tuple(done.values())
         completed_at = self._clock() if all(answer.done for answer in answers) else 0.0
         return self._put(
