@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvatlas.core.retention import Retention, TtlSeconds
 from kvatlas.core.tenancy import checked_name, epoch_at
 from kvatlas.errors import ConfigError
 
@@ -75,7 +76,8 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``jwt``: what the tenant claim of its tokens says ("": its name). ``epoch`` and ``rotation_s``:
     what it cached before `epoch` was raised, or in an earlier period, is not found any more.
     ``share``: what is not public is shared within the tenant, or within a session alone.
-    ``quota_bytes``: what it may hold in each node's own tiers.
+    ``quota_bytes``: what it may hold in each node's own tiers. ``ttl_s``: how long what it saved is
+    kept there (0: without end); ``retention``: what a full tier lets go first.
     """
 
     name: str
@@ -85,6 +87,8 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rotation_s: RotationSeconds = 0.0
     share: Literal["tenant", "session"] = "tenant"
     quota_bytes: Quotas = Quotas()
+    ttl_s: TtlSeconds = 0.0
+    retention: Retention = Retention.NORMAL
 
 
 class TenantsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -144,6 +144,11 @@ async def test_a_gateway_tells_each_life_of_an_agent_the_limits_of_the_file(node
         told.life = "another"
         await teller.tell(agents, TenantsFile((Tenant("red", quota_bytes=Quotas(dram=1)),)))
         assert "another life" in teller.problems["n"]
+        told.life = str(agent.wait(lambda _: True)["arena"])
+        await teller.tell(agents, TenantsFile((Tenant("red", ttl_s=0.001),)))
+        assert teller.problems == {}
+        agent.wait(lambda status: status["counts"].get("expired", 0) >= 6)
+        assert load(agent, salt(RED, public=0), PROMPT) == 0
         place.told = None
         await teller.tell(agents, TenantsFile())
         assert teller.problems == {}

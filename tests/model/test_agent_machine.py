@@ -28,14 +28,16 @@ from kvatlas.core.agent_values import (
     Quota,
     Release,
     Resize,
+    Retain,
     Save,
     Told,
 )
 from kvatlas.core.directory import Directory
-from kvatlas.core.forgetting import Floor
+from kvatlas.core.forgetting import Floor, payer_of
 from kvatlas.core.keys import Keyring
 from kvatlas.core.policy.lru import Lru
 from kvatlas.core.records import Publisher, Tier
+from kvatlas.core.retention import Retention, Terms
 from kvatlas.core.units import Part, Unit, name_of
 
 OWN = (Tier.DRAM, Tier.DISK)
@@ -259,6 +261,26 @@ class Node(RuleBasedStateMachine):
         if not rare:
             return
         self.node.do(Quota(tenant, size))
+
+    @rule(
+        terms=st.dictionaries(
+            st.sampled_from(["t", TAG, ""]),
+            st.builds(Terms, st.sampled_from([0.0, 3.0, 40.0]), st.sampled_from(Retention)),
+        ),
+        rare=RARE,
+    )
+    def retain(self, terms: dict[str, Terms], rare: bool) -> None:
+        if rare:
+            self.node.do(Retain(terms))
+
+    @invariant()
+    def nothing_is_found_after_its_life(self) -> None:
+        now = self.node.agent._node.now
+        for ledger in self.node.agent._node.inventory.ledgers.values():
+            for entry in ledger.entries():
+                assert entry.expires_at > now
+                ttl_s = ledger.limits.terms.get(payer_of(entry.tenant), Terms()).ttl_s
+                assert not ttl_s or entry.since + ttl_s > now
 
     @rule(tenant=st.sampled_from(["t", "u"]), rare=RARE)
     def forget(self, tenant: str, rare: bool) -> None:

@@ -15,6 +15,7 @@ from kvatlas.core.ledger_values import Entry, Gone, Limits, Refusal, Reservation
 from kvatlas.core.policy.base import Facts, Key
 from kvatlas.core.policy.lru import Lru
 from kvatlas.core.policy.registry import POLICIES, make_policy
+from kvatlas.core.retention import Retention, Terms
 from kvatlas.errors import LedgerError
 
 CAPACITY = 100
@@ -40,7 +41,7 @@ class Block:
 
     size: int
     tenant: str
-    expires: float
+    since: float
     pins: dict[str, int] = field(default_factory=dict)
     leases: dict[int, tuple[float, str]] = field(default_factory=dict)
     leaving: bool = False
@@ -56,6 +57,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.blocks: dict[Key, Block] = {}
         self.rooms: dict[int, Reservation] = {}
+        self.terms: dict[str, Terms] = {}
         self.used_at: list[Key] = []  # evictable under LRU, oldest first
 
     @initialize(policy=st.sampled_from([n for n in POLICIES if n != "attention"]))
@@ -66,14 +68,11 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(
         keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4),
         tenant=st.sampled_from(TENANTS),
-        ttl=st.sampled_from((None, None, 10.0, 100.0)),
     )
-    def fill(self, keys: list[Key], tenant: str, ttl: float | None) -> None:
+    def fill(self, keys: list[Key], tenant: str) -> None:
         """Several blocks at once, so that there is something to work on."""
         for key in keys:
-            self.reserve(
-                key=key, size=20, tenant=tenant, owner="e1", wait=5.0, ttl=ttl, at_once=True
-            )
+            self.reserve(key=key, size=20, tenant=tenant, owner="e1", wait=5.0, at_once=True)
 
     # -- what the twin thinks ---------------------------------------------------------------------
 
@@ -124,7 +123,6 @@ class LedgerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(TENANTS),
         owner=st.sampled_from(OWNERS),
         wait=st.sampled_from((5.0, 50.0, math.inf)),
-        ttl=st.sampled_from((None, 10.0, 100.0)),
         at_once=st.sampled_from((True, True, False)),
     )
     def reserve(
@@ -135,7 +133,6 @@ class LedgerMachine(RuleBasedStateMachine):
         tenant: str,
         owner: str,
         wait: float,
-        ttl: float | None,
         at_once: bool,
     ) -> None:
         expected = self._expected(key, size, tenant)
@@ -147,7 +144,6 @@ class LedgerMachine(RuleBasedStateMachine):
             tenant=tenant,
             owner=owner,
             until=self.now + wait,
-            ttl_s=ttl,
         )
         if isinstance(made, Refusal):
             assert made.why is expected
@@ -156,14 +152,18 @@ class LedgerMachine(RuleBasedStateMachine):
             assert expected is None
             self.rooms[made.number] = made
             if at_once:
-                self._commit(made.number)
+                self._commit(made.number, 0.0)
 
     @precondition(lambda self: self.rooms)
-    @rule(data=st.data(), how=st.sampled_from(["commit", "commit", "commit", "abort"]))
-    def finish(self, data: st.DataObject, how: str) -> None:
+    @rule(
+        data=st.data(),
+        how=st.sampled_from(["commit", "commit", "commit", "abort"]),
+        ago=st.sampled_from((0.0, 8.0, 200.0)),
+    )
+    def finish(self, data: st.DataObject, how: str, ago: float) -> None:
         number = data.draw(st.sampled_from(sorted(self.rooms)))
         if how == "commit":
-            self._commit(number)
+            self._commit(number, ago)
         else:
             assert self.ledger.abort(number) == self.rooms.pop(number)
         before = self.ledger.digest()
@@ -175,12 +175,26 @@ class LedgerMachine(RuleBasedStateMachine):
                 again()
         assert self.ledger.digest() == before
 
-    def _commit(self, number: int) -> None:
+    def _commit(self, number: int, ago: float) -> None:
         room = self.rooms.pop(number)
-        entry = self.ledger.commit(number, self.now)
-        expires = math.inf if room.ttl_s is None else self.now + room.ttl_s
-        assert entry.expires_at == expires
-        self.blocks[room.key] = Block(room.facts.size_bytes, room.tenant, expires)
+        entry = self.ledger.commit(number, self.now, since=self.now - ago)
+        block = Block(room.facts.size_bytes, room.tenant, self.now - ago)
+        assert entry.expires_at == self._expires(block)
+        self.blocks[room.key] = block
+
+    def _expires(self, block: Block) -> float:
+        ttl_s = self.terms[block.tenant].ttl_s if block.tenant in self.terms else 0.0
+        return block.since + ttl_s if ttl_s else math.inf
+
+    @rule(
+        terms=st.dictionaries(
+            st.sampled_from(TENANTS),
+            st.builds(Terms, st.sampled_from((0.0, 10.0, 100.0)), st.sampled_from(Retention)),
+        )
+    )
+    def retain(self, terms: dict[str, Terms]) -> None:
+        self.terms = terms
+        self.ledger.retain(terms)
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -270,8 +284,26 @@ class LedgerMachine(RuleBasedStateMachine):
             assert not found
         elif self.policy not in ("lru_sink", "leaf_lru", "gdsf", "prefix_tree"):
             assert freed >= min(short, sum(may.values()))
+        if tenant is None:
+            self._check_classes(found, may)
         for entry in found:
             self.blocks[entry.key].leaving = True
+
+    def _class_of(self, tenant: str) -> int:
+        """0 goes first. To be asked while nothing of an eviction has left."""
+        kind = self.terms.get(tenant, Terms()).retention
+        share = CAPACITY / len([t for t in TENANTS if self._of(t)])
+        if kind is Retention.KEEP and self._of(tenant) > share:
+            return 1
+        return list(Retention).index(kind)
+
+    def _check_classes(self, found: list[Entry], may: dict[Key, int]) -> None:
+        """Where one of a class goes, nothing stays that should have gone before it."""
+        if not found or self.policy in ("lru_sink", "leaf_lru", "gdsf", "prefix_tree"):
+            return  # these keep a block for the sake of others
+        stays = may.keys() - {e.key for e in found}
+        last = max(self._class_of(e.tenant) for e in found)
+        assert all(self._class_of(self.blocks[key].tenant) >= last for key in stays)
 
     @precondition(lambda self: any(b.leaving for b in self.blocks.values()))
     @rule(data=st.data(), how=st.sampled_from(["end", "end", "keep"]))
@@ -338,7 +370,7 @@ class LedgerMachine(RuleBasedStateMachine):
             block = self.blocks[key]
             ended += sum(1 for until, _ in block.leases.values() if until <= self.now)
             block.leases = {n: v for n, v in block.leases.items() if v[0] > self.now}
-            block.doomed |= block.expires <= self.now
+            block.doomed |= self._expires(block) <= self.now
             self._gone(key)
         assert gone.leases == ended
         self._end_rooms(gone, [r for r in self.rooms.values() if r.until <= self.now])

@@ -11,6 +11,7 @@ from kvatlas.core.ledger import Ledger
 from kvatlas.core.ledger_values import Gone, Lease, Limits, Refusal, Reservation, Why
 from kvatlas.core.policy.base import Facts, Key
 from kvatlas.core.policy.lru import Lru
+from kvatlas.core.retention import Terms
 from kvatlas.errors import LedgerError
 
 
@@ -215,8 +216,8 @@ def test_a_writer_that_died_loses_its_room_and_must_not_commit() -> None:
 
 
 def test_the_end_of_a_life_waits_for_readers() -> None:
-    ledger = ledger_of()
-    made = ledger.reserve(1, Facts(10), 0.0, ttl_s=10.0)
+    ledger = ledger_of(terms={"": Terms(ttl_s=10.0)})
+    made = ledger.reserve(1, Facts(10), 0.0)
     assert isinstance(made, Reservation)
     entry = ledger.commit(made.number, 5.0)
     lease = ledger.lease(1, 30.0, 14.0)
@@ -273,9 +274,11 @@ def test_times_that_are_none(now: float) -> None:
     for capacity in (-1, math.nan, 1e30):
         with pytest.raises(LedgerError, match="not negative"):
             ledger.resize(capacity)  # type: ignore[arg-type]
-    for until, ttl_s in ((math.nan, None), (1.0, 0.0), (1.0, -1.0), (1.0, math.nan)):
-        with pytest.raises(LedgerError, match="must be times"):
-            ledger.reserve(3, Facts(1), 0.0, until=until, ttl_s=ttl_s)
+    with pytest.raises(LedgerError, match="must be a time"):
+        ledger.reserve(3, Facts(1), 0.0, until=math.nan)
+    for ttl_s in (-1.0, math.nan, math.inf):
+        with pytest.raises(LedgerError, match="ttl_s"):
+            ledger.retain({"": Terms(ttl_s)})
     assert ledger.digest() == before
 
 

@@ -11,6 +11,7 @@ from tokens_kit import model_dir
 from kvatlas.cli.main import main
 from kvatlas.config_tenants import Quotas, digest_of
 from kvatlas.core.keys import Keyring
+from kvatlas.core.retention import Retention
 from kvatlas.core.tenancy import prefix_digest, tag_of
 from kvatlas.service.tenants import load
 
@@ -50,6 +51,16 @@ def test_set_changes_one_tenant_and_leaves_all_else_as_it_was_written(
         assert main(["tenant", "set", "acme", *options]) == 0
     acme = load(file).tenant[1]
     assert (acme.epoch, acme.rotation_s, acme.quota_bytes) == (2, 43200.0, Quotas(disk=0))
+    assert main(["tenant", "set", "acme", "--ttl", "7d", "--retention", "drop_first"]) == 0
+    acme = load(file).tenant[1]
+    assert (acme.ttl_s, acme.retention) == (604800.0, Retention.DROP_FIRST)
+    assert main(["tenant", "get", "acme", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["ttl_s"], row["retention"]) == (604800.0, "drop_first")
+    assert main(["tenant", "get", "acme"]) == 0
+    assert "drop_first" in capsys.readouterr().out
+    assert main(["tenant", "set", "acme", "--ttl", "0"]) == 0
+    assert load(file).tenant[1].ttl_s == 0
     assert main(["tenant", "set", "b. & co", "--drop-key", "1111", "--new-key"]) == 0
     assert load(file).tenant[0].keys == (digest_of(capsys.readouterr().out.strip()),)
     assert not [path for path in folder.iterdir() if path.name.startswith(".tenants")]
@@ -77,6 +88,7 @@ def test_list_and_get_say_what_agents_know_them_by(
         (["set", "b. & co", "--drop-key", "2"], "0 of its keys"),
         (["set", "b. & co", "--dram", "much"], "no size"),
         (["set", "b. & co", "--rotation", "soon"], "no time"),
+        (["set", "b. & co", "--ttl=-1s"], "no time"),
         (["set", "b. & co", "--rotation", "0.00001"], "too short"),
         (["set", "acme", "--jwt", "b. & co"], "in their tokens"),
         (["list", "--config", "none.toml"], "none.toml"),

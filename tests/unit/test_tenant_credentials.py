@@ -259,6 +259,8 @@ ONE = f'[[tenant]]\nname = "a"\nkeys = ["{A}"]\n'
         ('[[tenant]]\nname = "a"\nsalt = "x"\n', 3, "unknown key"),
         ('[[tenant]]\nname = "a"\nquota_bytes = {hbm = 1}\n', 3, "hbm"),
         ('[[tenant]]\nname = "a"\nquota_bytes = {dram = -1}\n', 3, "quota_bytes"),
+        ('[[tenant]]\nname = "a"\nttl_s = -1.0\n', 3, "ttl_s"),
+        ('[[tenant]]\nname = "a"\nretention = "forever"\n', 3, "retention"),
     ],
 )
 def test_a_file_that_would_share_by_accident(

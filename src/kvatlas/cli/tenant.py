@@ -22,6 +22,7 @@ from kvatlas.config import Config, read_secret, size_bytes
 from kvatlas.config import load as load_config
 from kvatlas.config_tenants import Quotas, Tenant, TenantsFile, digest_of
 from kvatlas.core.keys import Keyring
+from kvatlas.core.retention import Retention
 from kvatlas.core.tenancy import checked_name, tag_of
 from kvatlas.errors import ConfigError
 from kvatlas.service import tenants
@@ -33,6 +34,7 @@ _EPILOG = """\
   kvatlas tenant get acme --json
   kvatlas tenant set acme --new-key            prints an API key, once; the file has its digest
   kvatlas tenant set acme --dram 8GB --disk 200GB
+  kvatlas tenant set acme --ttl 7d --retention keep
   kvatlas tenant set acme --raise-epoch        nothing that it has cached is found any more
   kvatlas tenant digest --prompt manual.txt --first 4096 --name manual >> public.toml
 
@@ -80,6 +82,8 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
     add("--raise-epoch", action="store_true", help="what it has cached is not found any more")
     for tier in Quotas.__struct_fields__:
         add(f"--{tier}", metavar="SIZE", help=f"what it may hold in {tier} of each node; none")
+    add("--ttl", metavar="TIME", help="what it saved is kept so long (7d), used or not; 0: no end")
+    add("--retention", choices=tuple(Retention), help="what a full tier lets go first")
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -145,21 +149,25 @@ def _shown(ring: Keyring, tenant: Tenant) -> dict[str, Any]:
         "epoch": tenant.epoch,
         "rotation_s": tenant.rotation_s,
         "quota_bytes": msgspec.to_builtins(tenant.quota_bytes),
+        "ttl_s": tenant.ttl_s,
+        "retention": tenant.retention,
     }
 
 
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table("tenant", "tag", "keys", "share", "epoch", "quotas", box=None)
+    table = Table("tenant", "tag", "keys", "share", "epoch", "limits", box=None)
     table.columns[1].no_wrap, table.columns[1].min_width = True, 24  # people copy tags: whole
     for row in rows:
-        quotas = ", ".join(f"{t} {size / 1e9:g} GB" for t, size in row["quota_bytes"].items())
+        limits = [f"{tier} {size / 1e9:g} GB" for tier, size in row["quota_bytes"].items()]
+        limits += [f"{row['ttl_s']:g} s"] if row["ttl_s"] else []
+        limits += [row["retention"]] if row["retention"] != Retention.NORMAL else []
         table.add_row(
             row["name"],
             row["tag"],
             " ".join(row["keys"]) or "–",
             row["share"],
             str(row["epoch"]),
-            quotas or "–",
+            ", ".join(limits) or "–",
         )
     console.print(table)
 
@@ -192,11 +200,14 @@ def _change(args: argparse.Namespace, tenant: dict[str, Any], made: str) -> None
         if len(keys) != 1:
             raise ConfigError(f"--drop-key {args.drop_key}: {len(keys)} of its keys begin so")
         tenant["keys"].remove(keys[0])
-    for option, value in (("jwt", args.jwt), ("share", args.share)):
+    said = ("jwt", args.jwt), ("share", args.share), ("retention", args.retention)
+    for option, value in said:
         if value is not None:
             tenant[option] = value
     if args.rotation is not None:
         tenant["rotation_s"] = _seconds(args.rotation)
+    if args.ttl is not None:
+        tenant["ttl_s"] = _seconds(args.ttl)
     if args.raise_epoch:
         tenant["epoch"] = int(tenant.get("epoch", 0)) + 1
     for tier in Quotas.__struct_fields__:

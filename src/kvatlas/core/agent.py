@@ -55,6 +55,7 @@ from kvatlas.core.agent_values import (
     Release,
     Resize,
     Rest,
+    Retain,
     Source,
     Take,
     Told,
@@ -150,6 +151,7 @@ class Agent:
             node.counts["clock_steps"] += 1
         else:
             node.now = now
+        node.expire()
 
     def _end(self) -> tuple[Effect, ...]:
         node = self._node
@@ -336,7 +338,9 @@ class Agent:
                 for tier, ledger in node.inventory.ledgers.items():
                     node.freed(tier, ledger.forget(_owner(owner)).entries)
             case Quota():
-                self._set_quota(event)
+                node.set_quota(event)
+            case Retain(terms):
+                node.retain(terms)
             case Resize(tier, capacity_bytes):
                 if (resized := node.ledger(tier)) is not None:
                     resized.resize(capacity_bytes)
@@ -363,15 +367,6 @@ class Agent:
                 if ledger.lease(name, until, node.now, owner=_owner(owner)) is not None:
                     leased[name] = None
         return tuple(leased)
-
-    def _set_quota(self, event: Quota) -> None:
-        for tier, ledger in self._node.inventory.ledgers.items():
-            if event.tier not in (None, tier):
-                continue
-            quotas = {t: q for t, q in ledger.limits.quotas.items() if t != event.tenant}
-            if event.size_bytes is not None:
-                quotas[event.tenant] = event.size_bytes
-            ledger.limits = msgspec.structs.replace(ledger.limits, quotas=quotas)
 
     def _held_of(
         self, name: str, keys: tuple[bytes, ...], order: Sequence[Tier]

@@ -16,6 +16,7 @@ from kvatlas.core.forgetting import Floor
 from kvatlas.core.layout import Layout
 from kvatlas.core.policy.checkpoints import Spacing
 from kvatlas.core.records import Tier
+from kvatlas.core.retention import Terms
 from kvatlas.core.units import Part, Unit
 from kvatlas.errors import ConfigError
 
@@ -282,6 +283,13 @@ class Quota(msgspec.Struct, frozen=True, tag=True):
     tier: Tier | None = None
 
 
+class Retain(msgspec.Struct, frozen=True, tag=True):
+    """How long, and how firmly, what tenants have saved is kept in this node's tiers: of all of
+    them; who is not named has no terms."""
+
+    terms: dict[str, Terms]
+
+
 class Resize(msgspec.Struct, frozen=True, tag=True):
     """Another capacity of an own tier; 0 empties it, downwards where that pays."""
 
@@ -323,6 +331,7 @@ Input = (
     | Lend
     | Release
     | Quota
+    | Retain
     | Resize
     | Drain
     | Forget

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from kvatlas.core.forgetting import payer_of
 from kvatlas.core.ledger_values import Entry
-from kvatlas.core.policy.base import Key
+from kvatlas.core.policy.base import Key, MayGo
 
 
 class Books:
@@ -24,6 +26,18 @@ class Books:
     def movable(self) -> int:
         """Bytes that an eviction could choose now."""
         return self.committed - self.in_use - self.leaving - self.doomed
+
+    def may_go(self, whose: Collection[str] | None) -> MayGo | None:
+        """What of some tenants (None: of all) is not in use; None: everything."""
+        if whose is None and not self.in_use:
+            return None
+
+        def may_go(key: Key) -> bool:
+            entry = self.entries[key]
+            idle = not entry.pins and not entry.leases
+            return idle and (whose is None or payer_of(entry.tenant) in whose)
+
+        return may_go
 
     def reserve(self, tenant: str, size_bytes: int) -> None:
         """Room that is given (or taken back, where negative)."""

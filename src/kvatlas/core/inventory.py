@@ -7,6 +7,7 @@ it is *sealed*: its resume record, committed last, says that all that it needs w
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -119,6 +120,11 @@ class Inventory:
         """Whether an own tier has it, or room for it is being filled."""
         own = (self.ledgers[tier] for tier in tiers if tier in self.ledgers)
         return any(name in ledger or ledger.writing(name) for ledger in own)
+
+    def since(self, name: bytes) -> float:
+        """When an own tier first had it; infinity where none has it."""
+        found = (ledger.peek(name) for ledger in self.ledgers.values())
+        return min((entry.since for entry in found if entry is not None), default=math.inf)
 
     def writing(self, name: bytes) -> bool:
         """Whether room for it is being filled in an own tier."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
@@ -38,6 +38,7 @@ from kvatlas.core.ledger_values import (
     Why,
 )
 from kvatlas.core.policy.base import Facts, Key, Policy
+from kvatlas.core.retention import Terms, turns
 from kvatlas.errors import LedgerError
 
 
@@ -133,45 +134,43 @@ class Ledger:
         tenant: str = "",
         owner: str = "",
         until: float = math.inf,
-        ttl_s: float | None = None,
     ) -> Reservation | Refusal:
         """Room for one block, or why there is none now.
 
-        ``until``: when a writer that was not heard of again loses the room. ``ttl_s``: life of
-        the entry from its commit on. ``facts.size_bytes`` is what it takes.
-        Raises LedgerError where the size is no whole number of bytes above zero, or a time is
-        no number.
+        ``until``: when a writer that was not heard of again loses the room.
+        ``facts.size_bytes`` is what it takes. Raises LedgerError where that is no whole number
+        above zero, or a time is no number.
         """
         size_bytes = facts.size_bytes
         if not isinstance(size_bytes, int) or size_bytes <= 0:
-            raise LedgerError(
-                f"reserve {key!r}: size_bytes is {size_bytes!r}: at least 1 is needed"
-            )
-        if math.isnan(until) or (ttl_s is not None and not ttl_s > 0):
-            raise LedgerError(f"reserve {key!r}: until {until} and ttl_s {ttl_s} must be times")
+            raise LedgerError(f"reserve {key!r}: size_bytes is {size_bytes!r}: 1 is the least")
+        if math.isnan(until):
+            raise LedgerError(f"reserve {key!r}: until {until} must be a time")
         self._at(now)
         refusal = self._refuse(key, size_bytes, tenant)
         if refusal is not None:
             self.refused[refusal.why] += 1
             return refusal
         number = self._next()
-        made = Reservation(number, key, facts, tenant, owner, float(until), ttl_s)
+        made = Reservation(number, key, facts, tenant, owner, float(until))
         self._reservations[number] = made
         self._writing[key] = number
         self._books.reserve(tenant, size_bytes)
         self._rooms.set(until, number)
         return made
 
-    def commit(self, number: int, now: float) -> Entry:
-        """The bytes of a reservation are written: from now on it is an entry.
+    def commit(self, number: int, now: float, *, since: float = math.inf) -> Entry:
+        """The bytes of a reservation are written: from now on it is an entry. ``since``: when it
+        was saved, where this is a copy.
 
         Raises LedgerError when there is no such reservation (any more): committed already,
         aborted, or taken back by `tick`. The bytes must then not be used.
         """
         now = self._at(now)
         made = self._end_reservation(number, "commit")
-        expires_at = math.inf if made.ttl_s is None else now + made.ttl_s
-        entry = Entry(made.key, made.facts, made.tenant, now, now, expires_at, self._next())
+        since = min(since, now)
+        expires_at = self.limits.expires_at(made.tenant, since)
+        entry = Entry(made.key, made.facts, made.tenant, since, now, expires_at, self._next())
         self._books.put(entry)
         self._policy.added(made.key, made.facts, now)
         self._lives.set(expires_at, made.key)
@@ -253,8 +252,8 @@ class Ledger:
         self, now: float, need_bytes: int = 0, *, tenant: str | None = None
     ) -> list[Entry]:
         """The entries that should go, so that ``need_bytes`` fit and the tier is not above its
-        high watermark (then down to the low one). With ``tenant``: so that they fit that
-        tenant's quota, out of its own entries.
+        high watermark (then down to the low one), in the order of tenants' `Retention`. With
+        ``tenant``: so that they fit that tenant's quota, out of its own entries.
 
         Each stays readable and counted until `end_eviction` or `keep`. What is pinned, leased
         or leaving is passed over; where that is not enough the list is shorter.
@@ -262,27 +261,26 @@ class Ledger:
         if not isinstance(need_bytes, int) or need_bytes < 0:
             raise LedgerError(f"need_bytes is {need_bytes!r}: a whole number, not negative")
         now = self._at(now)
+        books = self._books
         if tenant is None:
-            coming = self._books.leaving + self._books.doomed
+            coming = books.leaving + books.doomed
             short = max(need_bytes - self.free_bytes - coming, self.over_bytes())
-            may_go: Callable[[Key], bool] = self._may_go
+            in_turn = turns(self.limits.terms, books.tenants, self.limits.capacity_bytes)
         else:
             tenant = payer_of(tenant)
             quota = self.limits.quota_bytes(tenant)
-            mine = self._books.tenants.get(tenant, 0) - self._books.coming.get(tenant, 0)
+            mine = books.tenants.get(tenant, 0) - books.coming.get(tenant, 0)
             short = 0 if quota is None else mine + need_bytes - quota
-
-            def may_go(key: Key) -> bool:
-                whose = self._books.entries[key].tenant
-                return payer_of(whose) == tenant and self._may_go(key)
-
-        if short <= 0:
-            return []
-        free = self._books.in_use == 0 and tenant is None
-        victims = self._policy.evict(short, now, None if free else may_go)
-        found = [self._books.entries[key] for key in victims]
-        for entry in found:
-            self._books.change(entry, leaving=True)
+            in_turn = [{tenant}]
+        found: list[Entry] = []
+        for whose in in_turn:
+            if short <= 0:
+                break
+            victims = self._policy.evict(short, now, books.may_go(whose))
+            for entry in (books.entries[key] for key in victims):
+                books.change(entry, leaving=True)
+                short -= entry.facts.size_bytes
+                found.append(entry)
         return found
 
     def end_eviction(self, key: Key, now: float) -> bool:
@@ -350,9 +348,28 @@ class Ledger:
         while (number := self._rights.pop(now)) is not None:
             leases += 1
             freed.append(self.end_lease(number))
-        while (key := self._lives.pop(now)) is not None:
-            freed.append(self._doom(self._books.entries[key]))
+        freed += self.expire(now)[1]
         return Gone(tuple(e for e in freed if e is not None), tuple(ended), leases)
+
+    def expire(self, now: float) -> tuple[list[Entry], list[Entry]]:
+        """Entries whose life is over, so that nobody finds them; and those of them that are gone,
+        since nobody uses them."""
+        now = self._at(now)
+        ended, gone = [], []
+        while (key := self._lives.pop(now)) is not None:
+            ended.append(entry := self._books.entries[key])
+            if self._doom(entry) is not None:
+                gone.append(entry)
+        return ended, gone
+
+    def retain(self, terms: Mapping[str, Terms]) -> None:
+        """Other terms of all tenants. Lives that began before are longer or shorter by them."""
+        self.limits = msgspec.structs.replace(self.limits, terms=dict(terms))
+        for entry in self._books.entries.values():
+            at = self.limits.expires_at(entry.tenant, entry.since)
+            if at != entry.expires_at:
+                entry.expires_at = at
+                self._lives.set(at, entry.key)
 
     def resize(self, capacity_bytes: int) -> None:
         """A new capacity. Where more is held, nothing new fits until `evict` has made room."""
@@ -454,10 +471,6 @@ class Ledger:
             return None
         # What is in use, being written or on its way out cannot be made room of.
         return Refusal(Why.FULL if short <= self._books.movable() else Why.BUSY, short)
-
-    def _may_go(self, key: Key) -> bool:
-        entry = self._books.entries[key]
-        return not entry.pins and not entry.leases
 
     def _life_due(self, at: float, key: Key) -> bool:
         entry = self._books.entries.get(key)

@@ -7,8 +7,12 @@ import math
 
 import msgspec
 
+from kvatlas.core.forgetting import payer_of
 from kvatlas.core.policy.base import Facts, Key
+from kvatlas.core.retention import Terms
 from kvatlas.errors import LedgerError
+
+_NO_TERMS = Terms()
 
 
 class Why(enum.StrEnum):
@@ -36,7 +40,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     ``high`` and ``low`` are shares of the capacity: eviction starts above the one and goes on to
     the other. ``quotas``: bytes by tenant; a tenant not named there has ``quota_default_bytes``
-    (None: no quota but the capacity).
+    (None: no quota but the capacity). ``terms``: by tenant, how long and how firmly it is kept.
     """
 
     capacity_bytes: int
@@ -47,6 +51,7 @@ class Limits(msgspec.Struct, frozen=True):
     entries_max: int = 4_000_000
     reservations_max: int = 65_536
     leases_max: int = 65_536
+    terms: dict[str, Terms] = {}
 
     def __post_init__(self) -> None:
         """Raises LedgerError on values that cannot work."""
@@ -61,6 +66,8 @@ class Limits(msgspec.Struct, frozen=True):
         maxima = (self.entries_max, self.reservations_max, self.leases_max)
         if min(maxima) < 1 or min([0, *self.quotas.values(), self.quota_default_bytes or 0]) < 0:
             raise LedgerError("limits: counts must be at least 1, and no quota negative")
+        if not all(0 <= terms.ttl_s < math.inf for terms in self.terms.values()):
+            raise LedgerError("limits: ttl_s must be seconds, at least 0")
 
     @property
     def high_bytes(self) -> int:
@@ -76,12 +83,17 @@ class Limits(msgspec.Struct, frozen=True):
         """What a tenant may hold; None: no limit but the capacity."""
         return self.quotas.get(tenant, self.quota_default_bytes)
 
+    def expires_at(self, owner: str, since: float) -> float:
+        """When the life of what an owner saved then ends."""
+        return self.terms.get(payer_of(owner), _NO_TERMS).expires_at(since)
+
 
 class Entry(msgspec.Struct):
     """One committed block. The ledger alone changes it.
 
-    ``order`` numbers its last use among all uses, ``leaving``: chosen for eviction, still
-    readable; ``doomed``: deleted or expired while somebody used it, found by nobody new.
+    ``since``: when it was saved, here or in the tier that it was copied from. ``order`` numbers its
+    last use among all uses, ``leaving``: chosen for eviction, still readable; ``doomed``: deleted
+    or expired while somebody used it, found by nobody new.
     """
 
     key: Key
@@ -107,7 +119,6 @@ class Reservation(msgspec.Struct, frozen=True):
     tenant: str
     owner: str
     until: float
-    ttl_s: float | None
 
 
 class Lease(msgspec.Struct, frozen=True):

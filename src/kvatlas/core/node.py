@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
 from kvatlas.core.agent_values import (
     Attach,
     Config,
@@ -15,6 +17,7 @@ from kvatlas.core.agent_values import (
     Drop,
     Effect,
     Kind,
+    Quota,
     Rest,
     Seal,
     Source,
@@ -29,6 +32,7 @@ from kvatlas.core.operations import Operation, Operations
 from kvatlas.core.placement import Paths
 from kvatlas.core.policy.base import Facts, Heat
 from kvatlas.core.records import Tier
+from kvatlas.core.retention import Terms
 from kvatlas.core.units import Part, Sizes, Unit, name_of
 from kvatlas.errors import LedgerError
 
@@ -177,6 +181,34 @@ class Node:
         if going:
             self.copy(Kind.DEMOTE, Source(tier, going), Tier.DISK, rooms, tenant=tenant)
 
+    # -- what tenants may -----------------------------------------------------------------------
+
+    def set_quota(self, event: Quota) -> None:
+        """Another limit of one tenant."""
+        for tier, ledger in self.inventory.ledgers.items():
+            if event.tier not in (None, tier):
+                continue
+            quotas = {t: q for t, q in ledger.limits.quotas.items() if t != event.tenant}
+            if event.size_bytes is not None:
+                quotas[event.tenant] = event.size_bytes
+            ledger.limits = msgspec.structs.replace(ledger.limits, quotas=quotas)
+
+    def retain(self, terms: Mapping[str, Terms]) -> None:
+        """Other terms of all tenants."""
+        for ledger in self.inventory.ledgers.values():
+            ledger.retain(terms)
+        self.expire()
+
+    def expire(self) -> None:
+        """Nothing is found from now on whose life is over."""
+        for tier, ledger in self.inventory.ledgers.items():
+            ended, gone = ledger.expire(self.now)
+            for entry in ended:
+                self.inventory.hidden(tier, name_in(entry))
+            if ended:
+                self.counts["expired"] += len(ended)
+            self.freed(tier, gone)
+
     # -- operations -----------------------------------------------------------------------------
 
     def copy(
@@ -291,7 +323,8 @@ class Node:
             number = operation.rooms.pop(unit.name, None)
             if number is None:
                 return False
-            self.inventory.ledgers[tier].commit(number, self.now)
+            since = self.inventory.since(unit.name)
+            self.inventory.ledgers[tier].commit(number, self.now, since=since)
             self.inventory.arrived(tier, unit)
         elif unit.part is Part.BODY:
             self.inventory.know(tier, unit.name, "", ours=True, owner=operation.tenant)

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
+
 from kvatlas.config import Config
 from kvatlas.config_tenants import TenantsFile
 from kvatlas.core.keys import Keyring
@@ -117,13 +119,14 @@ class Teller:
 
     async def tell(self, agents: Agents, file: TenantsFile) -> None:
         """Each agent that is there and knows other limits than those of the file."""
-        quotas = limits_of(self._ring, file)
+        wanted = limits_of(self._ring, file)
         there = {n: node for n, node in agents.nodes.items() if node.told is not None}
         self._told = {name: told for name, told in self._told.items() if name in there}
         self.problems = {name: why for name, why in self.problems.items() if name in there}
         for name, node in there.items():
-            limits = Limits(node.told.life if node.told else "", quotas)
-            if self._told.get(name) == limits or (not quotas and name not in self._told):
+            life = node.told.life if node.told else ""
+            limits = msgspec.structs.replace(wanted, life=life)
+            if self._told.get(name) == limits or (wanted == Limits() and name not in self._told):
                 continue
             try:
                 await self._ask(node.config.url.rstrip("/") + LIMITS, limits)

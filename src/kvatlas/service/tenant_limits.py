@@ -15,6 +15,7 @@ from kvatlas.config_tenants import TENANTS_MAX, TenantsFile
 from kvatlas.core import agent_values as words
 from kvatlas.core.keys import Keyring
 from kvatlas.core.records import Tier
+from kvatlas.core.retention import Terms
 from kvatlas.core.tenancy import tag_of
 from kvatlas.service.agent_pulls import PROOF
 from kvatlas.service.http import Request, envelope
@@ -24,11 +25,12 @@ LIMITS = "/kvatlas/limits"
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """All limits of all tenants, by tag and tier; who is not named has none. ``life``: of the
-    agent that is meant."""
+    """All limits of all tenants, by tag (quotas by tier); who is not named has none. ``life``: of
+    the agent that is meant."""
 
-    life: str
+    life: str = ""
     quota_bytes: dict[str, dict[str, int]] = {}
+    terms: dict[str, Terms] = {}
 
     def signed(self, ring: Keyring) -> tuple[bytes, str]:
         """The body, and the header that proves who wrote it."""
@@ -36,21 +38,27 @@ class Limits(msgspec.Struct, frozen=True):
         return body, ring.proof(body).hex()
 
 
-def limits_of(ring: Keyring, file: TenantsFile) -> dict[str, dict[str, int]]:
-    """Those of the operator's file."""
-    told = {tag_of(ring, t.name): msgspec.to_builtins(t.quota_bytes) for t in file.tenant}
-    return {tag: quotas for tag, quotas in told.items() if quotas}
+def limits_of(ring: Keyring, file: TenantsFile) -> Limits:
+    """Those of the operator's file, for no agent yet."""
+    tags = {tag_of(ring, tenant.name): tenant for tenant in file.tenant}
+    quotas = {tag: msgspec.to_builtins(tenant.quota_bytes) for tag, tenant in tags.items()}
+    terms = {tag: Terms(tenant.ttl_s, tenant.retention) for tag, tenant in tags.items()}
+    return Limits(
+        quota_bytes={tag: quota for tag, quota in quotas.items() if quota},
+        terms={tag: each for tag, each in terms.items() if each != Terms()},
+    )
 
 
 class Limited:
     """An agent's side: does as it is told. On the event loop."""
 
-    def __init__(self, ring: Keyring, tell: Callable[[words.Quota], None], life: str) -> None:
+    def __init__(self, ring: Keyring, tell: Callable[[words.Input], None], life: str) -> None:
         self.count = 0  # tenants with a limit
         self._ring = ring
         self._tell = tell
         self._life = life
         self._known: set[tuple[str, Tier]] = set()
+        self._terms: dict[str, Terms] = {}
 
     def answer(self, request: Request, reply: Reply) -> None:
         """One request to `LIMITS`."""
@@ -71,14 +79,17 @@ class Limited:
             return 400, f"not what a gateway of this version says: {error}"
         if told.life != self._life:
             return 409, "this was told to an agent that is no more: another life began here"
-        if len(told.quota_bytes) > TENANTS_MAX:
+        count = len(told.quota_bytes.keys() | told.terms.keys())
+        if count > TENANTS_MAX:
             return 413, f"limits of more than {TENANTS_MAX} tenants"
         for tag, tier in self._known - wanted.keys():
             self._tell(words.Quota(tag, None, tier))
         for (tag, tier), size_bytes in wanted.items():
             self._tell(words.Quota(tag, max(0, size_bytes), tier))
-        self._known = set(wanted)
-        self.count = len(told.quota_bytes)
+        if told.terms != self._terms:
+            self._tell(words.Retain(told.terms))
+        self._known, self._terms = set(wanted), told.terms
+        self.count = count
         return 200, ""
 
 
