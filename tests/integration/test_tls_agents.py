@@ -12,6 +12,7 @@ import pytest
 from fake_engine import GRID, FakeEngine, tokens_of
 from tls_kit import Authority
 
+from kvatlas.cli import doctor
 from kvatlas.config import AgentConfig
 from kvatlas.config_tls import AdminConfig, AuditConfig
 from kvatlas.connectors.agent_client import Refusal, ask
@@ -29,6 +30,8 @@ from kvatlas.service.feed import Feed, Source
 from kvatlas.service.feed_socket import Curve, new_curve
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.tls import from_outside, to_agents
+from kvatlas.validate.doctor import examine, from_config
+from kvatlas.validate.doctor.engines import Patience
 from kvatlas.validate.exactness_tiers import SLOW
 
 PROMPT = tokens_of(1, 10 * GRID + 5)
@@ -140,6 +143,26 @@ async def test_nobody_else_reads_its_pages(agent: NodeAgent, authority: Authorit
         health = await client.request("GET", f"{agent.front.url}/health")
         assert health.json() == {"status": "ok"}
         await client.close()
+
+
+async def test_the_doctor_gets_to_agents(
+    agent: NodeAgent, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks gateways, engines and agents, and is refused by their pages alone."""
+    ops = authority.config("client", "ops")
+    monkeypatch.setenv("KVATLAS_CA", ops.ca)
+    monkeypatch.setenv("KVATLAS_CERT", ops.cert)
+    monkeypatch.setenv("KVATLAS_KEY", ops.key)
+    file = tmp_path / "kvatlas.toml"
+    file.write_text(
+        '[[worker]]\nname = "a"\nurl = "https://127.0.0.1:9"\n'
+        f'[[agent]]\nname = "n"\nurl = "{agent.front.url}"\nworkers = ["a"]\n'
+    )
+    asked = doctor.client("")
+    report = await examine(asked, from_config(file), Patience(5.0, 0.1))
+    await asked.close()
+    (found,) = (finding for finding in report.findings if finding.check == "agent")
+    assert "with the right 'read' is wanted" in found.why
 
 
 async def test_who_told_no_key_over_tls_hears_no_event(

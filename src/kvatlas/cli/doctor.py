@@ -20,6 +20,7 @@ from kvatlas.core.checks import CHECKS
 from kvatlas.core.findings import Finding, Status, worst
 from kvatlas.errors import ConfigError
 from kvatlas.service.http_client import HttpClient
+from kvatlas.service.tls import from_outside
 from kvatlas.validate.doctor import Cluster, Report, examine, from_config, from_urls
 from kvatlas.validate.doctor.canaries import WithKey
 from kvatlas.validate.doctor.engines import Patience
@@ -102,9 +103,15 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
+def client(key: str) -> HttpClient:
+    """To ask gateways, engines and agents with. No operator's token goes to any of them."""
+    outgoing = from_outside(parts=("gateway", "engine", "agent"))
+    return WithKey(key, outgoing) if key else HttpClient(outgoing=outgoing)
+
+
 async def _examined(args: argparse.Namespace) -> Report:
     patience = Patience(args.answer_s, args.event_s)
-    asked = WithKey(_key(args.api_key_file)) if args.api_key_file else HttpClient()
+    asked = client(_key(args.api_key_file) if args.api_key_file else "")
     try:
         if args.config is not None:
             if args.engine:

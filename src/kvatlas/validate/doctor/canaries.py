@@ -20,6 +20,7 @@ from kvatlas.service.http import Headers
 from kvatlas.service.http_client import HttpClient, Origin
 from kvatlas.service.load import EXPECTED_HEADER, WORKER_HEADER
 from kvatlas.service.load_answer import cached_tokens, header_tokens, tokens
+from kvatlas.service.tls import Outgoing
 from kvatlas.service.verify import CHAT, COMPLETION, questions_for, to_bytes
 
 ANSWER_TOKENS = 8
@@ -72,8 +73,8 @@ def _shuffled(parts: list[_Part], number: int) -> list[_Part]:
 class WithKey(HttpClient):
     """Sends an API key with each request."""
 
-    def __init__(self, key: str) -> None:
-        super().__init__()
+    def __init__(self, key: str, outgoing: Outgoing | None = None) -> None:
+        super().__init__(outgoing=outgoing)
         self._authorization = (b"authorization", b"Bearer " + key.encode())
 
     async def exchange(
