@@ -57,7 +57,7 @@ class Traffic:
 
     def begin(self, prompt: Prompt, *, write: bool) -> tuple[threading.Event, list[Report], object]:
         """All blocks of a prompt, written or read at once."""
-        owner = sharing_of(RING, prompt.salt).scope.id
+        owner = sharing_of(RING, prompt.salt).scope.owner
         pieces = []
         for index, name in enumerate(self.names(prompt)):
             view = memoryview(mmap.mmap(-1, SIZE_BYTES))

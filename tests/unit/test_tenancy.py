@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvatlas.core.forgetting import Floor, payer_of
 from kvatlas.core.keys import PUBLIC, Keyring, Scope, tenant_scope
 from kvatlas.core.tenancy import (
     EPOCH_MAX,
@@ -30,6 +31,7 @@ from kvatlas.core.tenancy import (
     sharing_of,
     tag_of,
 )
+from kvatlas.dataplane.sealing import tenant_of
 
 RING = Keyring(b"the deployment's secret")
 OTHER = Keyring(b"the secret of another deployment")
@@ -310,3 +312,19 @@ def test_an_adapter_that_is_named_like_a_salt_opens_nothing() -> None:
             theirs = keys_of(ids(16), 4, Sharing(scope), name)
             assert not {*mine} & {*theirs}
     assert not {*mine} & {*keys_of(ids(16), 4, sharing, text)}
+
+
+@given(st.integers(0, 1 << 33), st.booleans())
+def test_a_salt_that_reads_like_an_owner_is_nobodys(epoch: int, session: bool) -> None:
+    """A client may choose it where no gateway says the salt: nothing is sealed under the tenant's
+    key, held against its quota, or refused and purged with it."""
+    tag = tag_of(RING, "acme")
+    true = Sharing(scope_of(TenantSalt(tag, epoch, "c" * 24 if session else "")), tenant=tag)
+    claimed = sharing_of(RING, true.scope.owner).scope.owner
+    assert (tenant_of(true.scope.owner), payer_of(true.scope.owner)) == (tag, tag)
+    assert tenant_of(claimed) == ""
+    assert payer_of(claimed) != tag
+    floor = Floor(tag, epoch + 1)
+    assert floor.covers(true.scope.owner)
+    assert not floor.covers(claimed)
+    assert EVERYBODY.scope.owner == ""

@@ -63,6 +63,12 @@ class Scope(msgspec.Struct, frozen=True):
     kind: str = "public"
     id: str = ""
 
+    @property
+    def owner(self) -> str:
+        """What units of it are booked on and labelled with (`core.forgetting`). A text that a
+        client chose never reads as a tenant's: it would be paid, sealed and purged as one."""
+        return f"~{self.id}" if self.kind == "salt" else self.id
+
 
 PUBLIC = Scope()
 

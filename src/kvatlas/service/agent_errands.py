@@ -137,7 +137,7 @@ class Errands:
     def _errand(self, asked: wire.Errand) -> dict[str, object]:
         self._tidy()
         worker, member, keys = self._meant(asked)
-        owner = sharing_of(self._ring, asked.scope).scope.id  # of keys it is told as that
+        owner = sharing_of(self._ring, asked.scope).scope.owner  # of keys it is told as that
         asked = msgspec.structs.replace(asked, scope=owner)
         tokens, by_tier = self._core.depths(worker, keys)
         if not tokens and asked.what != "where":

@@ -55,7 +55,7 @@ class Prompt:
             raise UnprovedError("its cache salt proves no tenant (--tenants required)")
         grid = member.layout.grid_tokens
         chain = Chain(ring, member.fingerprint.digest(), grid, sharing, asked.adapter)
-        prompt = cls(chain, grid, sharing.scope.id)
+        prompt = cls(chain, grid, sharing.scope.owner)
         prompt.extend(asked.tokens)
         return prompt
 

@@ -112,7 +112,7 @@ class CopiesAhead:
         facts = self._dispatcher.facts(order.engine)
         root = self._keyring.root(facts[1]).hex() if facts is not None else ""
         url, life, model = self.agents.serving(order.agent, root)
-        body, proof = Wanted(life, model, order.keys, order.scope.id).signed(self._keyring)
+        body, proof = Wanted(life, model, order.keys, order.scope.owner).signed(self._keyring)
         answer = await self._client.request(
             "POST",
             url + PULL,

@@ -156,7 +156,7 @@ def _questions_of(path: Path, meant: Callable[[str], bool]) -> int:
     if not path.exists():
         return 0
     questions = (frame.event for frame in read(path)[1] if isinstance(frame.event, Question))
-    return sum(meant(question.sharing().scope.id) for question in questions)
+    return sum(meant(question.sharing().scope.owner) for question in questions)
 
 
 def read(path: Path) -> tuple[Header, Iterator[Frame]]:

@@ -210,7 +210,7 @@ class Steering:
     def _owner(self, salt: str) -> str:
         """Whose a request is, by the id of the tenant's scope; "" without a proof."""
         below = self._salts.below(salt)
-        return below.scope.id if below is not None else ""
+        return below.scope.owner if below is not None else ""
 
     def left(self, route: Route) -> bool:
         """Whether somebody else serves the model who has no plan yet."""

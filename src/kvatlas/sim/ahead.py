@@ -41,7 +41,7 @@ class SimAhead:
             agent = effect.agent.worker
             match effect:
                 case Copy(id, engine=engine, keys=keys, tokens=tokens, scope=scope):
-                    pull = Pull(id, engine.worker, keys, tokens, scope.id)
+                    pull = Pull(id, engine.worker, keys, tokens, scope.owner)
                     self._network.send(GATEWAY, agent, pull)
                 case Recall(id):
                     self._network.send(GATEWAY, agent, CallOff(id))

@@ -183,7 +183,7 @@ class World:
 
     def label(self, salt: str) -> str:
         """Under whose name a node's agent keeps the state of a prompt with this salt."""
-        return tenancy.sharing_of(self.ring, salt).scope.id
+        return tenancy.sharing_of(self.ring, salt).scope.owner
 
     def keys(self, engine: CachingEngine, prompt: Prompt, salt: str) -> tuple[bytes, ...]:
         """Block keys of a prompt as an agent makes them."""
@@ -357,7 +357,7 @@ class World:
         match effect:
             case Copy(id, engine=engine, keys=keys, scope=scope):
                 self.counts["ordered ahead"] += 1
-                node.tell(words.Pull(engine.worker, keys, scope.id, id))
+                node.tell(words.Pull(engine.worker, keys, scope.owner, id))
                 self._pulls[id] = node, effect
             case Recall(id):
                 node.tell(words.Release(id))
