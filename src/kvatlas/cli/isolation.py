@@ -111,6 +111,7 @@ def show(result: Report, console: Console) -> None:
         counts = (result.hits.get(f"{place} {relation}", 0) for relation in RELATIONS)
         table.add_row(place, *(f"{count:,}" for count in counts))
     console.print(table)
+    console.print(f"promised too late, of what a store had let go: {result.late:,}")
     found = {kind: count for kind, count in result.violations.items() if count}
     console.print(f"violations: {sum(found.values())}")
     for kind, count in found.items():

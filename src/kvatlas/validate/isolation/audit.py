@@ -23,7 +23,11 @@ _PROMPTS_MAX = 1024  # remembered after their end: a step in flight may still na
 
 
 def judge_promise(world: World, prompt: Prompt, plan: Plan) -> None:
-    """Every block that a plan counts on must be there, and may be used by this prompt."""
+    """Every block that a plan counts on must be there, and may be used by this prompt.
+
+    What the store once held under that very name and let go since is a promise too late, of the
+    prompt's own state: stores tell nobody, and whoever tries to load it finds out.
+    """
     if not plan.resume_tokens:
         return
     engine = next(e for e in world.engines if e.publisher == plan.publisher)
@@ -33,7 +37,11 @@ def judge_promise(world: World, prompt: Prompt, plan: Plan) -> None:
     keys = world.keys(engine, prompt, prompt.salt)
     grid = engine.layout.grid_tokens
     for index in range(held // grid, plan.resume_tokens // grid):
-        kept, end = _below(engine, name_of(keys[index], Part.BODY)), (index + 1) * grid
+        name, end = name_of(keys[index], Part.BODY), (index + 1) * grid
+        kept = _below(engine, name)
+        if kept is None and any(name in node.shed for node in world.nodes):
+            world.judge.late += 1
+            return
         if kept is None:
             what = f"{plan.publisher} promises {plan.resume_tokens} of {prompt.id}"
             world.judge.report(_blame(engine, prompt, end), what)

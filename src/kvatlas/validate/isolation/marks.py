@@ -102,6 +102,7 @@ class Judge:
     def __init__(self) -> None:
         self.at = 0
         self.hits: Counter[str] = Counter()  # by place and relation
+        self.late = 0  # promises of what a store had let go
         self.found: Counter[str] = Counter()
         self.violations: list[Violation] = []
 

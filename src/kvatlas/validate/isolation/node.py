@@ -68,6 +68,7 @@ class Node:
         self.now, self.label = now, label
         self.moves: dict[int, Moving] = {}
         self.told = 0  # inputs of its agents
+        self.shed: set[bytes] = set()  # what the store let go to make room for what it wrote
         self._say, self._over = say, ended
         self._sizes = {Tier.DRAM: spec.dram_bytes, Tier.DISK: spec.disk_bytes}
         self.own: dict[Tier, dict[bytes, Kept]] = {t: {} for t in OWN if self._sizes[t]}
@@ -252,6 +253,7 @@ class Node:
             return
         assert self.store is not None
         if gone := self.store.put(kept):
+            self.shed.update(gone)
             for node in (self, *self.others):
                 node.tell(words.Told(Tier.OBJECT, gone=tuple(gone)))
 

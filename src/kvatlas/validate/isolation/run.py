@@ -27,6 +27,7 @@ class Played(msgspec.Struct, frozen=True):
     inputs: int
     kinds: dict[str, int]
     hits: dict[str, int]
+    late: int
     found: dict[str, int]
     violations: tuple[Violation, ...]
 
@@ -34,7 +35,7 @@ class Played(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """All of them. ``inputs``: what dispatchers and agents were told for it. ``hits``: blocks that
     were used or promised, by where they lay and whose they were to whoever asked; ``violations``
-    by class, of which ``first`` tells a few."""
+    by class, of which ``first`` tells a few. ``late``: promises of what a store had let go."""
 
     operations: int
     inputs: int
@@ -42,6 +43,7 @@ class Report(msgspec.Struct, frozen=True):
     leak: str
     kinds: dict[str, int]
     hits: dict[str, int]
+    late: int
     violations: dict[str, int]
     first: tuple[Violation, ...]
 
@@ -70,6 +72,7 @@ def play(seed: int, operations: int = OPERATIONS, *, leak: str = "", stop: bool 
         world.inputs,
         kinds,
         hits,
+        judge.late,
         dict(judge.found),
         tuple(judge.violations),
     )
@@ -89,12 +92,13 @@ def run(operations: int, *, first_seed: int = 0, jobs: int = 1) -> Iterator[Play
 def report(played: Iterable[Played], leak: str = "") -> Report:
     """Sums over them."""
     kinds, hits, found = Counter[str](), Counter[str](), Counter[str]()
-    operations = inputs = worlds = 0
+    operations = inputs = worlds = late = 0
     first: list[Violation] = []
     for each in played:
         worlds += 1
         operations += each.operations
         inputs += each.inputs
+        late += each.late
         kinds.update(each.kinds)
         hits.update(each.hits)
         found.update(each.found)
@@ -107,6 +111,7 @@ def report(played: Iterable[Played], leak: str = "") -> Report:
         leak,
         dict(sorted(kinds.items())),
         dict(sorted(hits.items())),
+        late,
         violations,
         tuple(first),
     )
