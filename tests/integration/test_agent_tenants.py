@@ -13,9 +13,11 @@ from fake_engine import GRID, tokens_of
 from test_agent_purge import BLUE, RED, RING, Node, node
 
 from kvatlas.config_tenants import Quotas, Tenant, TenantsFile
+from kvatlas.core.forgetting import Floor
 from kvatlas.core.keys import Keyring
-from kvatlas.core.tenancy import TenantSalt, mark_of, prefix_digest, salt_of
-from kvatlas.service.agent_pulls import PROOF
+from kvatlas.core.tenancy import Chain, TenantSalt, mark_of, prefix_digest, salt_of, sharing_of
+from kvatlas.service.agent_front import DESCRIPTION, AgentDescription
+from kvatlas.service.agent_pulls import PROOF, PULL, Brought, Wanted
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.tenancy import Teller
 from kvatlas.service.tenant_limits import LIMITS, Limits
@@ -154,3 +156,26 @@ async def test_a_gateway_tells_each_life_of_an_agent_the_limits_of_the_file(node
         assert teller.problems == {}
     finally:
         await client.close()
+
+
+def test_what_a_gateway_has_copied_ahead_is_the_tenants(node: object) -> None:
+    """It tells keys and their owner: a copy that is booked on anybody else outlives a purge."""
+    agent: Node = node()  # type: ignore[operator]
+    save(agent, salt(RED, public=0), PROMPT)
+    agent.end()
+    agent.start()  # what was in memory is gone, what is on the disk is not
+    sharing = sharing_of(RING, salt(RED, public=0))
+    with agent.engine(salt(RED)):
+        life = str(agent.wait(lambda status: bool(status["engines"]))["arena"])
+        with urllib.request.urlopen(agent.url + DESCRIPTION, timeout=25) as answer:
+            told = msgspec.json.decode(answer.read(), type=AgentDescription)
+        (served,) = told.engines.values()
+        chain = Chain(RING, served.member.fingerprint.digest(), GRID, sharing)
+        keys = tuple(chain.extend(PROMPT))
+        body, proof = Wanted(life, "", keys, sharing.scope.owner).signed(RING)
+        ask = urllib.request.Request(agent.url + PULL, body, {PROOF: proof})
+        with urllib.request.urlopen(ask, timeout=25) as answer:
+            brought = msgspec.json.decode(answer.read(), type=Brought)
+    assert brought.tokens == 6 * GRID
+    assert brought.moved_bytes
+    assert agent.purge(Floor(RED, 1))["dram"].units == 6

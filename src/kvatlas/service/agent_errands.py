@@ -137,8 +137,9 @@ class Errands:
     def _errand(self, asked: wire.Errand) -> dict[str, object]:
         self._tidy()
         worker, member, keys = self._meant(asked)
-        owner = sharing_of(self._ring, asked.scope).scope.owner  # of keys it is told as that
-        asked = msgspec.structs.replace(asked, scope=owner)
+        sharing = sharing_of(self._ring, asked.scope)
+        told = bool(asked.keys) and not sharing.tenant  # with keys it is told as the owner
+        asked = msgspec.structs.replace(asked, scope=asked.scope if told else sharing.scope.owner)
         tokens, by_tier = self._core.depths(worker, keys)
         if not tokens and asked.what != "where":
             raise EngineError(
