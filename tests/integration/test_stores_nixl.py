@@ -189,6 +189,7 @@ def test_who_wants_nixl_alone_gets_it_or_nothing(
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     desk = Desk(rig, only=True, emulated=True)
+    assert desk.store.transport == "nixl"  # and not TCP, before anything was read
     assert desk.read() == Report()
     assert desk.right()
     assert (desk.moved, desk.store.transport) == ({"nixl/tcp": COUNT}, "nixl/tcp")

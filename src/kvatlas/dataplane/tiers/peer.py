@@ -303,7 +303,8 @@ class PeerStore:
         if trust is not None:
             self.plain = "tls"
         self.settings = settings
-        self.transport = self.plain  # of what was read last
+        alone = isinstance(nixl, peer_nixl.Reader) and nixl.only
+        self.transport = "nixl" if alone else self.plain  # of what was read last
         self.moved = Moved()
         self.nixl = nixl
         self._address = Address(settings.host, settings.port)

@@ -161,7 +161,7 @@ class Reader:
         self._nixl = nixl
         self._arena = arena
         self._begin = _address_of(arena.memory)
-        self._only = only
+        self.only = only
         self._emulated = emulated
         self._lock = threading.Lock()
         self._joined: Ready | None = None
@@ -215,7 +215,7 @@ class Reader:
                         continue
                 moved.failed(self._transport)
             moved.instead(why)
-            if self._only:
+            if self.only:
                 raise Refused("no_nixl", f"it is to be read by NIXL alone, which fails: {why}")
             break
         return broken
