@@ -49,7 +49,7 @@ def test_defaults_and_sockets(arena: Arena) -> None:
 @pytest.mark.parametrize(
     ("url", "word"),
     [
-        ("redis://there:1", "one of valkey://, mooncake://, s3://"),
+        ("redis://there:1", "one of valkey://, valkeys://, rediss://, mooncake://, s3://"),
         ("there:6379", "one of"),
         ("", "one of"),
         ("valkey://there:port", "ort"),
