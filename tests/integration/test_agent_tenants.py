@@ -159,7 +159,7 @@ async def test_a_gateway_tells_each_life_of_an_agent_the_limits_of_the_file(node
 
 
 def test_what_a_gateway_has_copied_ahead_is_the_tenants(node: object) -> None:
-    """It tells keys and their owner: a copy that is booked on anybody else outlives a purge."""
+    """It tells keys and their owner: a copy that is booked on anybody else passes its quota."""
     agent: Node = node()  # type: ignore[operator]
     save(agent, salt(RED, public=0), PROMPT)
     agent.end()
@@ -172,10 +172,16 @@ def test_what_a_gateway_has_copied_ahead_is_the_tenants(node: object) -> None:
         (served,) = told.engines.values()
         chain = Chain(RING, served.member.fingerprint.digest(), GRID, sharing)
         keys = tuple(chain.extend(PROMPT))
-        body, proof = Wanted(life, "", keys, sharing.scope.owner).signed(RING)
-        ask = urllib.request.Request(agent.url + PULL, body, {PROOF: proof})
-        with urllib.request.urlopen(ask, timeout=25) as answer:
-            brought = msgspec.json.decode(answer.read(), type=Brought)
-    assert brought.tokens == 6 * GRID
-    assert brought.moved_bytes
+
+        def brought() -> Brought:
+            body, proof = Wanted(life, "", keys, sharing.scope.owner).signed(RING)
+            ask = urllib.request.Request(agent.url + PULL, body, {PROOF: proof})
+            with urllib.request.urlopen(ask, timeout=25) as answer:
+                return msgspec.json.decode(answer.read(), type=Brought)
+
+        assert limits(agent, dram=0) == 200
+        with pytest.raises(urllib.error.HTTPError, match="409"):
+            brought()
+        assert limits(agent) == 200
+        assert brought().tokens == 6 * GRID
     assert agent.purge(Floor(RED, 1))["dram"].units == 6
