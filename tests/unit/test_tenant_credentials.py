@@ -122,6 +122,12 @@ def test_claims_that_are_not_taken(tmp_path: Path, claims: dict[str, Any], why: 
     assert Door(tmp_path).refuses(token(**claims)) == (401, "invalid_api_key"), why
 
 
+@pytest.mark.parametrize("name", ["iss", "aud", "exp"])
+def test_the_claim_that_is_not_right_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RequestError, match=f"missing_claim: {name}"):
+        Door(tmp_path).ask(token(**{name: None}))
+
+
 def test_forged_tokens(tmp_path: Path) -> None:
     door, good = Door(tmp_path), token()
     head, body, signature = good.split(".")

@@ -76,7 +76,7 @@ class Tokens:
 
     def _checked(self, text: str, now: float) -> Claims:
         from joserfc import jwt  # noqa: PLC0415 - an optional extra
-        from joserfc.errors import JoseError  # noqa: PLC0415
+        from joserfc.errors import ClaimError, JoseError  # noqa: PLC0415
 
         config = self._config
         registry = jwt.JWTClaimsRegistry(
@@ -89,6 +89,8 @@ class Tokens:
         try:
             token = jwt.decode(text, self._keys, algorithms=list(config.jwt_algorithms))
             registry.validate(token.claims)
+        except ClaimError as error:
+            raise ValueError(f"{error.error}: {error.claim}") from error
         except (JoseError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(getattr(error, "error", "") or "it cannot be verified") from error
         tenant = token.claims.get(config.jwt_tenant_claim)
