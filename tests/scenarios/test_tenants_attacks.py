@@ -5,9 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from harness import CHAT, COMPLETION, Answer, FakeWorker
 from tenants_kit import KEYS, NAMES, PROMPT, bearer, body_of, complete, guarded, last
+from tiny_bpe import train
+
+from kvatlas.config import TokenizerConfig
+from kvatlas.config_tenants import TenantsConfig
+from kvatlas.service import encoder
 
 ACME, OTHER = NAMES
 
@@ -77,3 +83,27 @@ async def test_nobody_can_take_the_id_that_tells_equal_ones_apart(tmp_path: Path
         assert len({answer.headers["x-request-id"] for answer in answers}) == len(asked)
         assert len({request.header("x-request-id") for request in w1.got}) == len(asked)
         await product.until_equal(product.in_flight, {})
+
+
+async def test_no_text_is_kept_that_another_tenant_could_be_faster_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder, "fastokens", None)
+    folder = train(tmp_path / "model", split=False)
+    async with FakeWorker("w1") as w1:
+        product = guarded(tmp_path, [w1.config()])
+        settings = TokenizerConfig(path=str(folder))
+        for tenants in (product.config.tenants, TenantsConfig()):
+            product.config = msgspec.structs.replace(
+                product.config, tokenizer=settings, tenants=tenants
+            )
+            async with product:
+                await product.settled()
+                answer = await complete(product, KEYS[ACME], prompt="a text that one has sent")
+                assert answer.status == 200
+                assert product.assembly.tokenizer is not None
+                made = product.assembly.tokenizer._encoder
+                assert made is not None
+                backend = made._backend
+                assert isinstance(backend, encoder._Tokenizers)
+                assert bool(backend._kept) == (not tenants.on)

@@ -286,7 +286,10 @@ class Assembly:
             dialect=dialect,
             timeout_s=config.tokenizer.engine_timeout_s,
         )
-        return Tokenizer.load(config.tokenizer, endpoint=endpoint, dialect=dialect)
+        settings = config.tokenizer
+        if config.tenants.on:  # how fast a text is tokenized would tell who sent it before
+            settings = msgspec.structs.replace(settings, cache_bytes=0)
+        return Tokenizer.load(settings, endpoint=endpoint, dialect=dialect)
 
     def _verify_tokenizer(self) -> None:
         """Set our token ids beside the engines', now that one of them answers."""
