@@ -58,7 +58,7 @@ def test_a_node_that_was_away_is_purged_when_it_is_back(tmp_path: Path) -> None:
         assert left
         assert all(name.startswith("two/") for name in left), left
         gateway.stop()
-        (tmp_path / "recording").unlink()  # which none begins anew
+        (tmp_path / "recording").unlink(missing_ok=True)  # which none begins anew
         gateway.start()
         gateway.wait_ready(WAIT_S)
         cluster.wait_for(1)

@@ -88,9 +88,10 @@ class Here:
             for place, (count, size_bytes, left) in (await self.log.forget(meant)).items()
         ]
         if self._recorder is not None:
-            count, size_bytes, left_bytes = await self._recorder.forget(meant)
+            size_bytes, left_bytes = self._recorder.forget()
             how, note = "deleted", "its KV events do not say whose they are: removed as a whole"
-            gone.append(Gone("recording", how, count, size_bytes, 0, left_bytes, note))
+            files = int(size_bytes > 0), size_bytes, int(left_bytes > 0), left_bytes
+            gone.append(Gone("recording", how, *files, note))
         if self._tokenizer is not None:
             self._tokenizer.forget()
             gone.append(Gone("texts kept for tokens", "reset", note="of every tenant"))

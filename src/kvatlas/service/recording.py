@@ -9,7 +9,6 @@ then `Frame`s. A gateway that was killed leaves at most one frame cut short.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import struct
@@ -122,18 +121,15 @@ class Recorder:
         log.error("recording: %s", self.error)
         self.close()
 
-    async def forget(self, meant: Callable[[str], bool]) -> tuple[int, int, int]:
-        """Where requests of some owners are in it, the file is removed and nothing is recorded any
-        more: KV events in it have token ids, and do not say whose. How many of their requests and
-        bytes there were, and how many bytes are left. Raises OSError and TraceError."""
+    def forget(self) -> tuple[int, int]:
+        """The file is removed, and nothing is recorded any more: KV events in it have token ids and
+        do not say whose, and of requests that were routed by load alone nothing does. How many
+        bytes there were, and how many are left. Raises OSError."""
         path = Path(self._path)
-        if self._file is not None:
-            self._file.flush()
-        count = await asyncio.to_thread(_questions_of, path, meant)
-        if not count:
-            return 0, 0, 0
+        if not path.exists():
+            return 0, 0
         self._stop("it was removed by a purge")
-        return count, *_removed(path)
+        return _removed(path)
 
     def close(self) -> None:
         """Write out what is buffered and close the file."""
@@ -150,13 +146,6 @@ def _removed(path: Path) -> tuple[int, int]:
     size_bytes = path.stat().st_size
     path.unlink()
     return size_bytes, path.stat().st_size if path.exists() else 0
-
-
-def _questions_of(path: Path, meant: Callable[[str], bool]) -> int:
-    if not path.exists():
-        return 0
-    questions = (frame.event for frame in read(path)[1] if isinstance(frame.event, Question))
-    return sum(meant(question.sharing().scope.owner) for question in questions)
 
 
 def read(path: Path) -> tuple[Header, Iterator[Frame]]:
