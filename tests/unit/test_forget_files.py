@@ -117,6 +117,24 @@ def test_a_file_that_cannot_be_written_anew_says_so_and_stays(
     log.close()
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_log_that_is_not_written_any_more_is_not_forgotten(tmp_path: Path, gone: bool) -> None:
+    """It was closed, for its disk was full; or an operator has taken the file away."""
+    path = tmp_path / "log"
+    log = DecisionLog(100, str(path))
+    ended(log, "old", OLD)
+    ended(log, "new", NEW)
+    if gone:
+        path.unlink()
+    else:
+        log.close()
+    places = asyncio.run(log.forget(FLOORS.forgotten))
+    assert places[str(path)][0] == int(not gone)
+    ended(log, "next", NEW)
+    assert ids(path) == (["next"] if gone else ["new"])
+    log.close()
+
+
 def question(id: str, owner: str) -> Question:
     below = Sharing(Scope("tenant", owner), tenant=TAG) if owner else None
     return Question(id, (), b"\1\0\0\0", below=below)

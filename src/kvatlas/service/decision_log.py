@@ -58,13 +58,14 @@ class DecisionLog:
         """Raises ConfigError when ``path`` cannot be written."""
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._entries_max = entries_max
-        self._file: FileIO | None = None
+        self._path = Path(path) if path else None
+        self._file: FileIO | None = None  # of it, until it cannot be written to
         self.error = ""
         self.forgotten: Callable[[str], bool] = lambda _: False  # owners of whom nothing is kept
         self._meanwhile: list[Entry] | None = None  # ended while the file is written anew
-        if path:
+        if self._path is not None:
             try:
-                self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - open for long
+                self._file = self._path.open("ab", buffering=0)
             except OSError as error:
                 raise ConfigError(f"router.decision_log: {path}: {error.strerror}") from error
 
@@ -98,14 +99,15 @@ class DecisionLog:
         for id in ids:
             del self._entries[id]
         places = {"memory": (len(ids), 0, 0)}
-        if self._file is None or self._meanwhile is not None:
+        path = self._path
+        if path is None or self._meanwhile is not None:
             return places
-        path = Path(str(self._file.name))
         self._meanwhile = []
         try:
             count, size_bytes = await asyncio.to_thread(_rewrite, path, meant)
-            self._file.close()
-            self._file = path.open("ab", buffering=0)  # noqa: ASYNC230 - open for long
+            if self._file is not None:
+                self._file.close()
+                self._file = path.open("ab", buffering=0)
             places[str(path)] = count, size_bytes, await asyncio.to_thread(_count, path, meant)
         finally:
             waiting, self._meanwhile = self._meanwhile, None
@@ -148,7 +150,9 @@ class _Owned(msgspec.Struct):
 
 
 def _meant_lines(path: Path, meant: Callable[[str], bool]) -> Iterator[tuple[bytes, bool]]:
-    """A line that is none is nobody's: it stays."""
+    """A line that is none is nobody's: it stays. None of a file that somebody has taken away."""
+    if not path.exists():
+        return
     with path.open("rb") as file:
         for line in file:
             try:
@@ -162,6 +166,8 @@ def _rewrite(path: Path, meant: Callable[[str], bool]) -> tuple[int, int]:
     """The file without those lines, in one step; how many there were, and their bytes."""
     made = path.with_name(f".{path.name}.purged")
     count = size_bytes = 0
+    if not path.exists():
+        return 0, 0
     try:
         with made.open("wb") as file:
             made.chmod(path.stat().st_mode & 0o777)
