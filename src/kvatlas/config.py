@@ -230,7 +230,9 @@ def read(path: Path, type: type[T], tables: Mapping[str, type[msgspec.Struct]]) 
     """
     try:
         text = path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     try:
         return text, msgspec.toml.decode(text, type=type)
