@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hmac
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from joserfc import jwt
 from joserfc.jwk import ECKey, OctKey, RSAKey
 
 from kvatlas import config, config_tenants
-from kvatlas.config_tenants import Quotas, TenantsConfig, digest_of
+from kvatlas.config_tenants import Quotas, TenantsConfig, TenantsFile, digest_of
 from kvatlas.core.keys import Keyring
 from kvatlas.core.tenancy import TenantSalt, epoch_at, session_of, tag_of
 from kvatlas.errors import ConfigError, RequestError
-from kvatlas.service import tenants_jwt
+from kvatlas.service import tenants, tenants_jwt
 from kvatlas.service.tenants import Tenants, load
 
 RING = Keyring(b"the deployment's secret")
@@ -206,6 +207,48 @@ def test_keys_that_are_exchanged_end_what_they_signed(tmp_path: Path) -> None:
     door.refresh()
     assert not door.problem
     assert door.ask(good)
+
+
+def test_a_key_set_that_cannot_be_used_keeps_no_tenant(tmp_path: Path) -> None:
+    """Who is taken out of the file goes, whatever becomes of the other file."""
+    entry = '[[tenant]]\nname = "acme"\nkeys = ["{}"]\n'
+    door = Door(tmp_path, entry.format(digest_of("stolen")))
+    assert door.ask("stolen")
+    (tmp_path / "jwks.json").write_text("{")
+    (tmp_path / "tenants.toml").write_text(entry.format(digest_of("another")) + "\n")
+    assert door.refresh()
+    assert "jwks.json" in door.problem
+    assert door.refuses("stolen") == (401, "invalid_api_key")
+    assert door.ask("another")
+
+
+def test_who_began_with_an_older_file_does_not_end_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway looks at the file in a thread, and a purge in another one."""
+    entry = '[[tenant]]\nname = "acme"\nepoch = {}\n'
+    door, path = Door(tmp_path, entry.format(1)), tmp_path / "tenants.toml"
+    begun, on = threading.Event(), threading.Event()
+
+    def slow(path: Path) -> TenantsFile:
+        found = load(path)
+        if not begun.is_set():
+            begun.set()
+            on.wait(0.5)
+        return found
+
+    monkeypatch.setattr(tenants, "load", slow)
+    path.write_text(entry.format(2) + "\n")
+    looks = [threading.Thread(target=door.refresh) for _ in range(2)]
+    looks[0].start()
+    assert begun.wait(20)
+    path.write_text(entry.format(3) + "\n\n")
+    looks[1].start()
+    looks[1].join(0.05)
+    on.set()
+    for look in looks:
+        look.join(20)
+    assert door.ask(token()).epoch == epoch_at(3, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ class Purger:
             raise _refused("this was ordered too long ago (or the clocks differ): order it anew")
         if self.receipts.full():
             raise _refused("there are too many receipts: take old ones away, and restart")
-        self._tenants.refresh()
+        await asyncio.to_thread(self._tenants.refresh)
         tenant = self._tenant(wanted)
         tag = tag_of(self._ring, tenant.name)
         keys: tuple[str, ...] = ()

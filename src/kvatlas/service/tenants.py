@@ -7,6 +7,7 @@ is flagged: who was let in stays in, who was not does not come in by a broken fi
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -74,6 +75,7 @@ class Tenants:
         self._clock = clock
         self._path = Path(config.file)
         self._seen: object = None
+        self._reading = threading.Lock()
         self._known = _Known()
         self._tokens = Tokens(config) if config.jwt_keys else None
         if config.engine_key_file:
@@ -84,20 +86,28 @@ class Tenants:
     # -- the file ---------------------------------------------------------------------------------
 
     def refresh(self) -> bool:
-        """Reads again what has changed, and says whether other tenants count now."""
-        changed = False
-        try:
-            if self._tokens is not None:
+        """Reads again what has changed, and says whether other tenants count now. One at a time:
+        who began with an older file must not end last."""
+        with self._reading:
+            return self._refresh()
+
+    def _refresh(self) -> bool:
+        changed, problems = False, []
+        if self._tokens is not None:
+            try:
                 self._tokens.refresh()
+            except ConfigError as error:
+                problems.append(str(error))
+        try:
             if stamp_of(self._path) != self._seen:
                 self._read()
                 changed = True
         except ConfigError as error:
-            if str(error) != self.problem:
-                log.warning("tenants: what counted before still does: %s", error)
-            self.problem = str(error)
-        else:
-            self.problem = ""
+            problems.append(str(error))
+        problem = "; ".join(problems)
+        if problem and problem != self.problem:
+            log.warning("tenants: what counted before still does: %s", problem)
+        self.problem = problem
         return changed
 
     def _read(self) -> None:
