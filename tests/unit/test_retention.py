@@ -6,7 +6,7 @@ import pytest
 from agent_kit import GRID, Driver, keys_of
 
 from kvatlas.config_tenants import Quotas, Tenant, TenantsFile
-from kvatlas.core.agent_values import Config, Drop, Fetch, Load, Quota, Retain
+from kvatlas.core.agent_values import Config, Drop, Fetch, Load, Pull, Quota, Resize, Retain
 from kvatlas.core.events import UnitsGone
 from kvatlas.core.keys import Keyring
 from kvatlas.core.ledger import Ledger
@@ -94,6 +94,23 @@ def test_a_copy_is_as_old_as_what_it_was_copied_from() -> None:
     node.at(10.0)
     assert node.offer(KEYS).tokens == 0
     assert node.tiers[Tier.DISK] == {}
+
+
+def test_a_copy_for_another_tenant_has_a_life_of_its_own() -> None:
+    node = Driver(dram=300, disk=10_000)
+    node.attach()
+    node.do(TEN)
+    node.fill(KEYS, tenant="another")  # without end; of what is public
+    node.at(20.0)
+    node.fill(keys_of(2, 3), tenant="another")
+    node.do(Resize(Tier.DRAM, 600))
+    node.do(Pull("a", KEYS, OWNER))
+    assert len(node.tiers[Tier.DRAM]) == 6
+    node.at(29.0)
+    assert len(node.tiers[Tier.DRAM]) == 6
+    node.at(30.0)
+    assert len(node.tiers[Tier.DRAM]) == 3
+    assert node.offer(KEYS).tokens == 3 * GRID  # from disk
 
 
 def test_a_copy_of_what_ends_meanwhile_is_not_kept() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvatlas.core.agent_values import Source
 from kvatlas.core.events import Event, UnitsGone, UnitsHeld
+from kvatlas.core.forgetting import payer_of
 from kvatlas.core.ledger import Ledger
 from kvatlas.core.ledger_values import Entry
 from kvatlas.core.records import Tier
@@ -121,10 +122,11 @@ class Inventory:
         own = (self.ledgers[tier] for tier in tiers if tier in self.ledgers)
         return any(name in ledger or ledger.writing(name) for ledger in own)
 
-    def since(self, name: bytes) -> float:
-        """When an own tier first had it; infinity where none has it."""
+    def since(self, name: bytes, owner: str) -> float:
+        """When an own tier first had it for that tenant; infinity where none has it."""
         found = (ledger.peek(name) for ledger in self.ledgers.values())
-        return min((entry.since for entry in found if entry is not None), default=math.inf)
+        mine = (e for e in found if e is not None and payer_of(e.tenant) == payer_of(owner))
+        return min((entry.since for entry in mine), default=math.inf)
 
     def writing(self, name: bytes) -> bool:
         """Whether room for it is being filled in an own tier."""

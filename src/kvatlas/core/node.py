@@ -323,7 +323,7 @@ class Node:
             number = operation.rooms.pop(unit.name, None)
             if number is None:
                 return False
-            since = self.inventory.since(unit.name)
+            since = self.inventory.since(unit.name, operation.tenant)
             self.inventory.ledgers[tier].commit(number, self.now, since=since)
             self.inventory.arrived(tier, unit)
         elif unit.part is Part.BODY:
