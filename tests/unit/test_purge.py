@@ -367,6 +367,7 @@ def test_a_receipt_that_was_changed_is_none(tmp_path: Path) -> None:
         data.replace(b'"red"', b'"blue"'),
         data.replace(b"5.0", b"6.0"),
         data.replace(b'"id"', b'"more": 1, "id"'),
+        data.replace(b'"tenant": "red"', b'"tenant": "blue", "tenant": "red"', 1),
         data[:-20],
         b"{}",
     ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import os
 import re
 import tempfile
@@ -45,7 +46,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of one purge. ``tenant`` is its name, ``session`` that of its session, where one alone was
     meant; ``floors`` and ``keys`` (hex) say the same to agents. ``reset``: engines were to be
-    emptied, of every tenant. ``store_by``: store → the agent that was asked to purge it."""
+    emptied, of every tenant."""
 
     id: str
     tenant: str
@@ -55,7 +56,6 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reset: bool = False
     ordered_at: float = 0.0
     completed_at: float = 0.0
-    store_by: dict[str, str] = {}
     answers: tuple[Answer, ...] = ()
     proof: str = ""
 
@@ -81,13 +81,22 @@ def verify(ring: Keyring, data: bytes) -> Receipt:
     """The receipt in a file. Raises ConfigError where it is none, or not as it was signed."""
     try:
         receipt = msgspec.json.decode(data, type=Receipt)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        json.loads(data, object_pairs_hook=_once)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"not a receipt of a purge: {error}") from error
     if not hmac.compare_digest(receipt.proof.encode(), _proof(ring, receipt).encode()):
         raise ConfigError(
             "the receipt is not as it was signed, or was signed with another keys.secret_file"
         )
     return receipt
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Of two members of one name a reader sees the first, and what was signed is the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a member stands there twice, of {', '.join(found)}")
+    return found
 
 
 def _proof(ring: Keyring, receipt: Receipt) -> str:
