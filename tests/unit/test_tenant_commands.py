@@ -58,7 +58,9 @@ def test_set_changes_one_tenant_and_leaves_all_else_as_it_was_written(
     row = json.loads(capsys.readouterr().out)
     assert (row["ttl_s"], row["retention"]) == (604800.0, "drop_first")
     assert main(["tenant", "get", "acme"]) == 0
-    assert "drop_first" in capsys.readouterr().out
+    limits = capsys.readouterr().out
+    assert "drop_first" in limits
+    assert "7d" in limits
     assert main(["tenant", "set", "acme", "--ttl", "0"]) == 0
     assert load(file).tenant[1].ttl_s == 0
     assert main(["tenant", "set", "b. & co", "--drop-key", "1111", "--new-key"]) == 0

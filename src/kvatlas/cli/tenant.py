@@ -83,7 +83,11 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
     for tier in Quotas.__struct_fields__:
         add(f"--{tier}", metavar="SIZE", help=f"what it may hold in {tier} of each node; none")
     add("--ttl", metavar="TIME", help="what it saved is kept so long (7d), used or not; 0: no end")
-    add("--retention", choices=tuple(Retention), help="what a full tier lets go first")
+    add(
+        "--retention",
+        choices=[str(each) for each in Retention],
+        help="what a full tier lets go first",
+    )
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -159,7 +163,7 @@ def _print(rows: list[dict[str, Any]], console: Console) -> None:
     table.columns[1].no_wrap, table.columns[1].min_width = True, 24  # people copy tags: whole
     for row in rows:
         limits = [f"{tier} {size / 1e9:g} GB" for tier, size in row["quota_bytes"].items()]
-        limits += [f"{row['ttl_s']:g} s"] if row["ttl_s"] else []
+        limits += [f"ttl {_life(row['ttl_s'])}"] if row["ttl_s"] else []
         limits += [row["retention"]] if row["retention"] != Retention.NORMAL else []
         table.add_row(
             row["name"],
@@ -170,6 +174,13 @@ def _print(rows: list[dict[str, Any]], console: Console) -> None:
             ", ".join(limits) or "–",
         )
     console.print(table)
+
+
+def _life(seconds: float) -> str:
+    """As `--ttl` takes it, in the largest unit that it fills."""
+    whole = [unit for unit, size in _SECONDS.items() if not seconds % size]
+    unit = whole[-1] if whole else "s"
+    return f"{seconds / _SECONDS[unit]:g}{unit}"
 
 
 # -- changing -------------------------------------------------------------------------------------
