@@ -127,3 +127,34 @@ def test_who_is_refused_again_and_again_fills_no_disk(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"audit\.file: .*No such file"):
         opened(tmp_path / "nowhere" / "audit.jsonl")
+
+
+def test_a_file_that_was_taken_away_is_begun_anew(tmp_path: Path) -> None:
+    """Lines in a file that has no name are in nobody's log, and a change would follow them."""
+    path = tmp_path / "audit.jsonl"
+    audit = opened(path)
+    assert audit.note("a", "GET /1")
+    path.unlink()
+    audit.changing("a", "POST /2")
+    audit.close()
+    assert [line["what"] for line in lines(path)] == ["POST /2"]
+
+
+def test_no_empty_file_pushes_out_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "audit.jsonl"
+    audit = opened(path, file_max_bytes=1, keep=2)
+    for number in range(3):
+        assert audit.note("a", f"GET /{number}")
+
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", none_left)
+        assert not audit.note("a", "GET /lost")
+    assert audit.note("a", "GET /3")
+    audit.close()
+    kept = [lines(tmp_path / f"audit.jsonl{end}")[0]["what"] for end in (".2", ".1", "")]
+    assert kept == ["GET /1", "GET /2", "GET /3"]

@@ -63,11 +63,11 @@ class Audit:
         self._clock = clock
         self._torn = False  # the last line has no end
         self._refusals: dict[str, tuple[float, int]] = {}
+        self._fd, self._size_bytes = -1, 0
         try:
-            self._fd = self._opened()
+            self._open()
         except OSError as error:
             raise ConfigError(f"audit.file: {self._path}: {error.strerror}") from error
-        self._size_bytes = os.fstat(self._fd).st_size
         self._torn = self._size_bytes > 0 and not self._whole()
 
     def close(self) -> None:
@@ -120,8 +120,10 @@ class Audit:
         if self._torn:
             data = b"\n" + data
         try:
+            if self._fd >= 0 and not os.fstat(self._fd).st_nlink:  # nobody would read it
+                self.close()
             if self._fd < 0:
-                self._fd = self._opened()
+                self._open()
             if self._size_bytes and self._size_bytes + len(data) > self._config.file_max_bytes:
                 self._rotate()
                 data = data.lstrip(b"\n")
@@ -150,18 +152,18 @@ class Audit:
             before = self._older(number - 1) if number > 1 else self._path
             with contextlib.suppress(FileNotFoundError):
                 os.replace(before, self._older(number))
-        os.close(self._fd)
-        self._fd = -1
-        self._fd = self._opened()
-        self._size_bytes = os.fstat(self._fd).st_size
+        self.close()
         self._torn = False
+        self._open()
         self.counts["rotated"] += 1
 
     def _older(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{number}")
 
-    def _opened(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._fd = os.open(self._path, flags, 0o600)
+        self._size_bytes = os.fstat(self._fd).st_size
 
     def _whole(self) -> bool:
         with self._path.open("rb") as file:
