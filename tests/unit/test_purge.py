@@ -283,6 +283,7 @@ def test_a_store_is_asked_of_one_and_not_before_its_writers(tmp_path: Path) -> N
     assert [name for name, order in rig.agents.orders if order.store] == ["one"]
     assert [g.part for a in receipt.answers if a.who == "store s" for g in a.gone] == ["object"]
     rig.agents.go("two")
+    rig.write(2)
     missing = rig.purge("p2").missing()
     assert "two may write there still" in missing["store s"]
     rig.agents.come("two")
@@ -356,6 +357,14 @@ def test_an_epoch_that_was_never_raised_hides_nothing(rig: Rig) -> None:
     rig.write(0)
     with pytest.raises(RequestError, match="raise the tenant's epoch"):
         rig.purge(epoch=0)
+
+
+def test_an_epoch_that_was_purged_before_is_raised_first(rig: Rig) -> None:
+    rig.purge()
+    with pytest.raises(RequestError, match="purge 'p1' was of this epoch"):
+        rig.purge("p2")
+    rig.write(2)
+    assert rig.purge("p2").complete
 
 
 def test_a_receipt_that_was_changed_is_none(tmp_path: Path) -> None:

@@ -160,6 +160,9 @@ class Purger:
             floors = (Floor(tag, session=self._session(tenant, tag, wanted.session)),)
         else:
             floors = (Floor(tag, epoch_at(tenant.epoch, 0.0, 0.0)),)
+            same = next((receipt.id for receipt in self.receipts if receipt.floors == floors), "")
+            if same:  # whatever came since then would stay, and the receipt would not say so
+                raise _refused(f"purge {same!r} was of this epoch: raise it, or ask after that one")
         return Receipt(
             wanted.id,
             tenant.name,
