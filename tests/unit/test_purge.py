@@ -67,6 +67,7 @@ class FakeAgents:
         self.orders.append((name, order))
         gone = [Gone("dram", "deleted", 3, 300, self.left)]
         gone += [Gone("object", "deleted", 5, 500)] if order.store else []
+        gone += [Gone("keys", "deleted", 1) for _ in order.erase]
         return Answered(200, msgspec.json.encode(Purged(tuple(gone))))
 
 
@@ -254,6 +255,22 @@ def test_what_is_left_somewhere_keeps_it_open(rig: Rig) -> None:
     assert rig.purge().complete
 
 
+def test_keys_are_dropped_once_for_a_purge(tmp_path: Path) -> None:
+    """What is sealed while it goes on is under a key of the new epoch: that has to stay."""
+    rig = Rig(tmp_path, FakeAgents("one", "two", store="s"))
+    rig.agents.go("two")
+    rig.agents.left = 1
+    receipts = [rig.purge() for _ in range(3)]
+    rig.agents.come("two")
+    rig.agents.left = 0
+    receipts.append(rig.purge())
+    assert [r.complete for r in receipts] == [False, False, False, True]
+    assert [name for name, order in rig.agents.orders if order.erase] == ["one", "two"]
+    for receipt in receipts:
+        parts = {a.who: [g.part for g in a.gone] for a in receipt.answers}
+        assert parts["agent one"].count("keys") == 1
+
+
 def test_what_fails_again_and_again_is_tried_less_and_less(rig: Rig) -> None:
     rig.agents.left = 1
     rig.purge()
@@ -261,9 +278,9 @@ def test_what_fails_again_and_again_is_tried_less_and_less(rig: Rig) -> None:
     async def looked() -> list[int]:
         counts = []
         for _ in range(3):
-            before = len([order for _, order in rig.agents.orders if order.erase])
+            before = len([order for _, order in rig.agents.orders if order.store])
             await rig.purger.look()
-            counts.append(len([order for _, order in rig.agents.orders if order.erase]) - before)
+            counts.append(len([order for _, order in rig.agents.orders if order.store]) - before)
         return counts
 
     assert asyncio.run(looked()) == [2, 0, 0]

@@ -34,6 +34,7 @@ from kvatlas.service.http import Request, envelope
 from kvatlas.service.http_reply import JSON, Reply
 
 PURGE = "/kvatlas/purge"
+KEYS = "keys"  # of sealed values, as a part of an answer
 KEYS_MAX = 65_536
 WAIT_S = 20.0  # for what is under way; what has not ended by then is told in the answer
 WAITING_MAX = 16
@@ -179,11 +180,11 @@ class Purges:
 
     def _erase(self, tag: str) -> Gone:
         if self._keys is None:
-            return Gone("keys", "untouched", note="nothing is sealed here: there is no key to drop")
+            return Gone(KEYS, "untouched", note="nothing is sealed here: there is no key to drop")
         try:
-            return Gone("keys", "deleted", self._keys.drop(tag))
+            return Gone(KEYS, "deleted", self._keys.drop(tag))
         except StoreError as error:
-            return Gone("keys", "failed", note=str(error))
+            return Gone(KEYS, "failed", note=str(error))
 
     async def _quiet(self, event: words.Forget) -> int:
         """Wait until nothing that was under way touches it; how much still does."""

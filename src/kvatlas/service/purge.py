@@ -22,6 +22,7 @@ from kvatlas.core.forgetting import Floor, Floors
 from kvatlas.core.keys import Keyring
 from kvatlas.core.tenancy import EPOCH_MAX, TenantSalt, checked_name, epoch_at, session_of, tag_of
 from kvatlas.errors import EngineError, RequestError
+from kvatlas.service.agent_purge import KEYS
 from kvatlas.service.agents import Agents, Node
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.purge_parts import Engine, Here, of_engine, order_agent
@@ -257,10 +258,17 @@ class Purger:
             return Answer(who, error=str(error))
         return Answer(who, self._clock(), gone=(gone,))
 
-    async def _order(self, node: Node, receipt: Receipt, *, store: bool) -> Answer:
+    async def _order(
+        self, node: Node, receipt: Receipt, *, store: bool, erase: bool = True
+    ) -> Answer:
+        """``erase``: the tenant's keys go, where they have not for this purge: by the next try what
+        is there are keys of its new epoch."""
         who = f"agent {node.config.name}"
+        said = (gone for answer in receipt.answers if answer.who == who for gone in answer.gone)
+        dropped = tuple(gone for gone in said if gone.part == KEYS and gone.done)
         if not node.up or node.told is None:
-            return Answer(who, error=f"it does not answer: {node.error}")
+            return Answer(who, error=f"it does not answer: {node.error}", gone=dropped)
+        tags = [floor.tenant for floor in receipt.floors if not floor.session]
         try:
             gone = await order_agent(
                 self._client,
@@ -269,11 +277,11 @@ class Purger:
                 floors=receipt.floors,
                 keys=[bytes.fromhex(key) for key in receipt.keys],
                 store=store,
-                erase=[floor.tenant for floor in receipt.floors if not floor.session],
+                erase=tags if erase and not dropped else (),
             )
         except EngineError as error:
-            return Answer(who, error=str(error))
-        return Answer(who, self._clock(), gone=gone)
+            return Answer(who, error=str(error), gone=dropped)
+        return Answer(who, self._clock(), gone=(*gone, *dropped))
 
     async def _store(
         self, store: str, users: list[Node], receipt: Receipt, away: list[str]
@@ -283,7 +291,7 @@ class Purger:
         up = [node for node in users if node.up]
         if not up:
             return Answer(who, error="no agent that uses it answers")
-        told = await self._order(up[0], receipt, store=True)
+        told = await self._order(up[0], receipt, store=True, erase=False)
         gone = tuple(each for each in told.gone if each.part == "object")
         if told.error or away:
             why = told.error or f"{', '.join(away)} may write there still: purged again after it"
