@@ -15,7 +15,7 @@ from tls_kit import Authority
 
 from kvatlas.cli.certs import issue
 from kvatlas.config_tls import TlsConfig
-from kvatlas.dataplane.tls import Part, Trust, WrongPart, check, identity_of
+from kvatlas.dataplane.tls import Part, Trust, WrongPart, asking, check, identity_of
 from kvatlas.errors import ConfigError, EngineError
 from kvatlas.service.http import Request
 from kvatlas.service.http_client import HttpClient
@@ -111,8 +111,12 @@ async def test_what_has_expired_is_refused(
 ) -> None:
     server = await stand.server(authority.trust("agent"))
     cert, key = authority.expired("gateway")
+    context = asking(authority.ca, str(cert), str(key))
+    asks = Outgoing(lambda: context, lambda der: None, lambda host: False)
     with pytest.raises(EngineError, match="where it refused our certificate, its log says why"):
-        await stand.ask(server, from_outside(authority.ca, str(cert), str(key), ("agent",)))
+        await stand.ask(server, asks)
+    with pytest.raises(ConfigError, match=r"old\.pem has expired"):
+        from_outside(authority.ca, str(cert), str(key))
     assert "certificate refused: certificate has expired" in caplog.text
     with pytest.raises(ConfigError, match=r"old\.pem has expired"):
         Trust(TlsConfig(authority.ca, str(cert), str(key)), "gateway")

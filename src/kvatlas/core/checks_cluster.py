@@ -289,7 +289,8 @@ def agents(facts: Facts) -> Iterator[Finding]:
     for agent in facts.agents:
         if agent.error:
             for check in _AGENT:
-                yield not_shown(check, agent.name, agent.error, "start it, or correct its URL")
+                change = "start it, correct its URL, or give whoever asks the right to read"
+                yield not_shown(check, agent.name, agent.error, change)
             continue
         for problem, why in agent.alarms.items():
             yield wrong(

@@ -16,6 +16,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,8 +29,10 @@ from kvatlas.dataplane.tls import (
     WrongPart,
     asking,
     check,
+    life_of,
     reason_of,
 )
+from kvatlas.errors import ConfigError
 from kvatlas.service.http import envelope
 
 log = logging.getLogger(__name__)
@@ -250,6 +253,8 @@ def from_outside(
     if not ca and not cert:
         ca, cert, key = (os.environ.get(name, "") for name in ENVIRONMENT)
     context = asking(ca, cert, key)
+    if cert and life_of(Path(cert)).ends_s <= time.time():  # who is asked could say no more than no
+        raise ConfigError(f"{cert} has expired: kvatlas certs issue")
     return Outgoing(lambda: context, lambda der: check(der, parts, foreign=True), lambda host: True)
 
 
