@@ -98,7 +98,7 @@ class TierSide:
             local_tokens,
             request.prompt_tokens,
             self._tiers.spec.load_deadline_s,
-            request.submit.salt,
+            request.owner,
         )
 
     def effect(self, effect: Effect) -> None:
@@ -227,7 +227,7 @@ class TierSide:
             id,
             request.keys,
             self._blocks.points(request),
-            tenant=request.submit.salt,
+            tenant=request.owner,
             resumed_tokens=request.resumed_tokens,
             prompt_tokens=request.prompt_tokens,
             output_tokens=output_tokens,
@@ -262,7 +262,7 @@ class TierSide:
                 data = (
                     tuple(memory.read(ref.block_id) for ref in refs) if memory is not None else ()
                 )
-                have[unit.name] = Kept.of(unit, data, request.submit.salt)
+                have[unit.name] = Kept.of(unit, data, request.owner)
         release = Release(blocks)
         self._tiers.timeline.after(
             0.0, then, have, lambda: self._tiers.timeline.after(0.0, self._tell, release)

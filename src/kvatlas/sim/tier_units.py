@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from kvatlas.core.agent_values import Source
+from kvatlas.core.keys import tenant_scope
 from kvatlas.core.layout import Layout
 from kvatlas.core.units import Part, Unit
 from kvatlas.sim.messages import Submit
@@ -78,6 +79,11 @@ class Request:
         self.sources: tuple[Source, ...] = ()
         self.refs: dict[tuple[int, int], BlockRef] = {}
         self.engine_keys: PromptKeys | None = None
+
+    @property
+    def owner(self) -> str:
+        """On whom its state is booked."""
+        return tenant_scope(self.submit.salt).owner
 
     def note(self, refs: Iterable[BlockRef]) -> None:
         """Blocks that can be found now."""
