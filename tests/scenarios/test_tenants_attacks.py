@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -107,3 +108,27 @@ async def test_no_text_is_kept_that_another_tenant_could_be_faster_with(
                 backend = made._backend
                 assert isinstance(backend, encoder._Tokenizers)
                 assert bool(backend._kept) == (not tenants.on)
+
+
+async def test_no_long_body_of_a_stranger_is_held(tmp_path: Path) -> None:
+    """A few who send slowly would fill the room that all requests have for their bodies."""
+    async with FakeWorker("w1") as w1, guarded(tmp_path, [w1.config()]) as product:
+        await product.settled()
+        body = b'{"model":"m","prompt":"' + b"x" * (1 << 20)
+        for path, headers in (
+            (COMPLETION, bearer("a stranger's")),
+            (COMPLETION, {}),
+            ("/v1/anything", {}),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", product.port)
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {8 << 20}\r\n"
+            head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+            writer.write(head.encode() + b"\r\n" + body)  # and never the rest
+            async with asyncio.timeout(20):
+                assert b" 401 " in await reader.readline()
+                writer.transport.abort()
+                with contextlib.suppress(ConnectionError):
+                    await writer.wait_closed()
+        assert await product.metric("kvatlas_requests_refused_total", reason="invalid_api_key") == 3
+        answer = await complete(product, KEYS[ACME], prompt="x" * (1 << 20))
+        assert answer.status == 200

@@ -104,6 +104,8 @@ class Gateway:
             or Limits(body_bytes_max=config.max_body_bytes, connections_max=config.max_connections),
             trust,
         )
+        if tenants is not None:
+            self._server.known = self._known
         door = self._server.door
         counts = (lambda: door.counts) if door is not None else Counter[str]
         self.metrics.registry.register(TrustMetrics(self._guard, trust, counts))
@@ -143,6 +145,18 @@ class Gateway:
             await self._answer_api(request, reply, path)
         else:
             await self._answer_page(request, reply, path)
+
+    def _known(self, request: Request) -> None:
+        """Raises RequestError for a stranger, of whom no long body is held."""
+        if request.path.startswith("/v1/") and self._tenants is not None:
+            try:
+                self._tenants.admit(request.headers)
+            except RequestError as error:
+                self.metrics.refused(error.code)
+                raise
+        elif not self._guard.may(request, "read"):
+            text = "a body of that size is taken of nobody here who is not known"
+            raise RequestError(text, status=401, code="not_known")
 
     # /v1/*
 

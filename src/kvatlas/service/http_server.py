@@ -21,12 +21,14 @@ from urllib.parse import urlsplit
 import httptools
 
 from kvatlas.dataplane.tls import Identity, Trust, WrongPart
+from kvatlas.errors import RequestError
 from kvatlas.service.http import Headers, Limits, Request, Sweeper, envelope, header
 from kvatlas.service.http_reply import Reply
 from kvatlas.service.tls import Door, DoorLimits, peer_of
 
 log = logging.getLogger(__name__)
 
+STRANGERS_BYTES = 64 << 10  # of a body, before it is asked who sends it
 _LINGER_NEVER = struct.pack("ii", 1, 0)  # closing then sends RST
 
 Handler = Callable[[Request, Reply], Awaitable[None]]
@@ -49,6 +51,7 @@ class HttpServer:
         self.door: Door | None = None
         if trust is not None:
             self.door = Door(trust, lambda: _Connection(self, asyncio.get_running_loop()), door)
+        self.known: Callable[[Request], None] | None = None  # raises for whom no body is held
         self.draining = False
         self.connections: set[_Connection] = set()
         self.bodies_bytes = 0
@@ -296,6 +299,8 @@ class _Connection(asyncio.Protocol):
                     raise self._head_too_large()
         except _Refusal as refusal:
             self._refuse(refusal)
+        except RequestError as error:
+            self._refuse(_Refusal(error.status, str(error), error.code))
 
     def _feed(self, data: bytes) -> None:
         """Parses; an offered upgrade (h2c of some clients) is ignored, as RFC 9110 allows."""
@@ -307,7 +312,7 @@ class _Connection(asyncio.Protocol):
                 data = self._head_without_upgrade() + data[upgrade.args[0] :]
                 self._parser = httptools.HttpRequestParser(self)
             except httptools.HttpParserCallbackError as error:
-                if isinstance(error.__context__, _Refusal):
+                if isinstance(error.__context__, _Refusal | RequestError):
                     raise error.__context__ from None
                 raise
             except httptools.HttpParserError as error:
@@ -364,6 +369,8 @@ class _Connection(asyncio.Protocol):
         self._body_bytes += len(data)
         self.server.bodies_bytes += len(data)
         self._read_deadline += len(data) / limits.body_bytes_per_s_min
+        if self.server.known and self._body_bytes - len(data) <= STRANGERS_BYTES < self._body_bytes:
+            self.server.known(self._request(b""))
         if self._body_bytes > limits.body_bytes_max:
             raise self._too_large()
         if self.server.bodies_bytes > limits.bodies_bytes_max:
@@ -373,31 +380,31 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._upgrading:
             return
-        target = _origin_form(self._target.decode("latin-1"))
-        body = b"".join(self._body)
+        request = self._request(b"".join(self._body))
         self._body, self._body_bytes = [], 0  # counted on until the request is answered
         self._target = b""
         self._one_message = False
-        self._queue.append(
-            Request(
-                method=self._parser.get_method().decode("latin-1"),
-                target=target,
-                headers=self._headers,
-                body=body,
-                keep_alive=self._parser.should_keep_alive(),
-                http_1_0=self._parser.get_http_version() == "1.0",
-                arrived_s=self._arrived_s,
-                who=self._who,
-                proved=self._proved,
-                address=self._address,
-            )
-        )
+        self._queue.append(request)
         self._read_deadline = math.inf
         if self.task is None:
             self._next()
         elif self._transport is not None and not self._paused:
             self._paused = True
             self._transport.pause_reading()
+
+    def _request(self, body: bytes) -> Request:
+        return Request(
+            method=self._parser.get_method().decode("latin-1"),
+            target=_origin_form(self._target.decode("latin-1")),
+            headers=self._headers,
+            body=body,
+            keep_alive=self._parser.should_keep_alive(),
+            http_1_0=self._parser.get_http_version() == "1.0",
+            arrived_s=self._arrived_s,
+            who=self._who,
+            proved=self._proved,
+            address=self._address,
+        )
 
     # answering
 
