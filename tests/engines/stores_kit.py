@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import re
 import select
 import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -180,9 +183,21 @@ def values(count: int, size: int, seed: int = 0) -> dict[bytes, bytes]:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """No thread and no descriptor more than before."""
-    fds = Path("/proc/self/fd")
-    threads, files = threading.active_count(), len(list(fds.iterdir()))
+    """No thread and no descriptor more than before; what is more is named."""
+    threads, files = threading.active_count(), _open_files()
     yield
-    wait_until(lambda: threading.active_count() <= threads)
-    wait_until(lambda: len(list(fds.iterdir())) <= files)
+    with contextlib.suppress(TimeoutError):
+        wait_until(lambda: threading.active_count() <= threads)
+        wait_until(lambda: _open_files().total() <= files.total())
+    assert threading.active_count() <= threads, threading.enumerate()
+    now = _open_files()
+    assert now.total() <= files.total(), now - files
+
+
+def _open_files() -> Counter[str]:
+    """What this process has open, by what its descriptors are."""
+    found: Counter[str] = Counter()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of this listing
+            found[re.sub(r"\d+", "N", os.readlink(fd))] += 1
+    return found

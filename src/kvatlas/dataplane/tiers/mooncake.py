@@ -11,6 +11,7 @@ is a miss, and another is started: when an operation has ended nothing touches i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import mmap
@@ -380,7 +381,7 @@ class _Bounce:
         self.size_bytes = threads * size_bytes
         self.fd = os.memfd_create("kvatlas-mooncake", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, self.size_bytes)
-        self._view = memoryview(mmap.mmap(self.fd, self.size_bytes))
+        self._map = mmap.mmap(self.fd, self.size_bytes)
         self._part = size_bytes
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -394,13 +395,15 @@ class _Bounce:
                 at = self._taken
                 self._taken += self._part
             self._local.at = at
-        return self._view[at : at + self._part], at
+        return memoryview(self._map)[at : at + self._part], at
 
     def close(self) -> None:
-        """Again: nothing."""
+        """Again: nothing. What a part of is still held goes with the last who holds it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
 
 class _Process:
