@@ -123,8 +123,13 @@ def test_a_directory_of_keys_that_cannot_be_used_is_told_at_the_start(
     tmp_path: Path, keys: Path
 ) -> None:
     (keys / "master.key").chmod(0o644)
-    for folder, reason in ((keys, "chmod 600"), (tmp_path / "none", "kvatlas keys init")):
-        words = ["agent", "--dram=2MB", f"--disk={tmp_path / 'disk'}=8MB", f"--seal-keys={folder}"]
+    disk = f"--disk={tmp_path / 'disk'}=8MB"
+    for folder, reason, more in (
+        (keys, "chmod 600", [disk]),
+        (tmp_path / "none", "kvatlas keys init", [disk]),
+        (keys, "there is nothing to seal", []),
+    ):
+        words = ["agent", "--dram=2MB", *more, f"--seal-keys={folder}"]
         done = subprocess.run(
             [sys.executable, "-m", "kvatlas.cli.main", *words],
             capture_output=True,

@@ -258,16 +258,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.what in errands.COMMANDS:
         return errands.run(args)
-    if not 0 <= args.events_port < _PORT_MAX:
-        raise ConfigError(f"--events-port {args.events_port}: no port with another after it")
-    if args.tenants == "required" and args.config is None:
-        raise ConfigError(
-            "--tenants required needs --config: only with the gateway's secret does a salt prove "
-            "anything"
-        )
-    rate = args.prefill_tokens_per_s
-    if not 0 < rate < math.inf:
-        raise ConfigError(f"--prefill-tokens-per-s {rate:g}: tokens per second, above zero")
+    _check(args)
     disk, disk_bytes = args.disk or (None, 0)
     safety = _safety(args.config)
     shared = SharedSettings(
@@ -294,7 +285,7 @@ def run(args: argparse.Namespace) -> int:
         shared=shared,
         listen=args.listen,
         events_port=args.events_port,
-        prefill_tokens_per_s=rate,
+        prefill_tokens_per_s=args.prefill_tokens_per_s,
         seal_keys=args.seal_keys,
         tenants_required=args.tenants == "required",
         safety=safety,
@@ -307,6 +298,25 @@ def run(args: argparse.Namespace) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     return uvloop.run(_serve(settings))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options that cannot be, or that would do nothing without a word."""
+    if not 0 <= args.events_port < _PORT_MAX:
+        raise ConfigError(f"--events-port {args.events_port}: no port with another after it")
+    if args.tenants == "required" and args.config is None:
+        raise ConfigError(
+            "--tenants required needs --config: only with the gateway's secret does a salt prove "
+            "anything"
+        )
+    if args.seal_keys is not None and not (args.disk or args.object):
+        raise ConfigError(
+            "--seal-keys: there is nothing to seal: name a --disk or an --object; memory is never "
+            "sealed"
+        )
+    rate = args.prefill_tokens_per_s
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"--prefill-tokens-per-s {rate:g}: tokens per second, above zero")
 
 
 async def _serve(settings: Settings) -> int:
