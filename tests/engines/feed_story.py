@@ -19,7 +19,7 @@ from kvatlas.config import WorkerConfig
 from kvatlas.connectors.child import Child
 from kvatlas.core import layout
 from kvatlas.core.directory import Directory
-from kvatlas.core.keys import PUBLIC, Keyring, Scope, tenant_scope
+from kvatlas.core.keys import PUBLIC, Keyring, Scope, salt_scope
 from kvatlas.core.records import Publisher
 from kvatlas.service.engines import Engines, Timing, Worker
 from kvatlas.service.feed import Feed, FeedStatus
@@ -89,7 +89,7 @@ class Story:
 
     async def ask(self, prompt: list[int], *, salt: str = "", tokens: int = 8) -> list[int]:
         """Send it, compare, wait for the events; returns the prompt with its answer's tokens."""
-        scope = tenant_scope(salt)
+        scope = salt_scope(salt)
         expected = self.expected(prompt, scope)
         more: dict[str, Any] = {"cache_salt": salt} if salt else {}
         answer = await asyncio.to_thread(
@@ -123,8 +123,8 @@ async def conversation(story: Story) -> None:
     salted = story.prompt(100)
     await story.ask(salted, salt="tenant-a")
     assert story.expected(salted) == 0
-    assert story.expected(salted, tenant_scope("tenant-b")) == 0
-    assert story.expected(salted, tenant_scope("tenant-a")) > 0
+    assert story.expected(salted, salt_scope("tenant-b")) == 0
+    assert story.expected(salted, salt_scope("tenant-a")) > 0
     await story.ask(salted, salt="tenant-a")
     await story.ask(salted)
     status = story.status

@@ -18,7 +18,7 @@ from stub_publisher import (
 )
 
 from kvatlas.core.directory import Limits
-from kvatlas.core.keys import tenant_scope
+from kvatlas.core.keys import salt_scope
 from kvatlas.core.records import Publisher
 
 # -- llm-d-kv-cache#372 ---------------------------------------------------------------------------
@@ -304,9 +304,9 @@ async def test_53495_salt_adapter_and_images_partition_the_claims(atlas: Atlas) 
             stored("LMN", 3, lora_id=1, extra_keys=[["sql"]] * 3) | {"lora_name": "sql"},
             stored("IJK", 3, extra_keys=[[["image", 0]], [["image", -4]], None]),
         )
-        await atlas.answers("ABC", {"w1": 3}, scope=tenant_scope("x"))
+        await atlas.answers("ABC", {"w1": 3}, scope=salt_scope("x"))
         await atlas.answers("LMN", {"w1": 3}, adapter="sql")
         for path in ("ABC", "LMN", "IJK"):
             assert atlas.ask(path) == {}
-        assert atlas.ask("ABC", scope=tenant_scope("y")) == {}
+        assert atlas.ask("ABC", scope=salt_scope("y")) == {}
         assert atlas.ask("LMN", adapter="other") == {}

@@ -21,7 +21,7 @@ from kvatlas.core.dispatch import (
     Unsettle,
 )
 from kvatlas.core.events import UnitsGone, UnitsHeld
-from kvatlas.core.keys import PUBLIC, Keyring, Scope, tenant_scope
+from kvatlas.core.keys import PUBLIC, Keyring, Scope, salt_scope
 from kvatlas.core.records import Publisher, Tier
 from kvatlas.core.router import Decision, Router
 from kvatlas.core.router import Params as RouterParams
@@ -33,7 +33,7 @@ BLOCKS = 200
 ENGINES = [Publisher(f"e{i}") for i in range(4)]
 AGENTS = [Publisher(f"a{i}") for i in range(3)]
 HOMES = {AGENTS[0]: ENGINES[:2], AGENTS[1]: ENGINES[2:3], AGENTS[2]: ENGINES[3:]}
-SCOPES = (PUBLIC, tenant_scope("t"))
+SCOPES = (PUBLIC, salt_scope("t"))
 
 
 def prompt(prefix: int, turn: int) -> bytes:

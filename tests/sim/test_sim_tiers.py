@@ -21,7 +21,7 @@ from tiers_kit import (
 
 from kvatlas.config import size_bytes
 from kvatlas.core.agent_values import Config, Effect, Kind, Load
-from kvatlas.core.keys import tenant_scope
+from kvatlas.core.keys import salt_scope
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Unit
 from kvatlas.errors import ConfigError
@@ -292,7 +292,7 @@ def test_tenants_do_not_share_and_pay_for_themselves() -> None:
     stage.ask("two", prompt(2, seed=2), scope="greedy")
     stage.ask("three", prompt(2), scope="modest")
     books = stage.nodes[0].agent.ledger(Tier.DRAM).tenants()
-    assert 0 < books[tenant_scope("greedy").owner] <= point
+    assert 0 < books[salt_scope("greedy").owner] <= point
     stage.only("e-0")
     stage.ask("four", prompt(2), scope="other")
     assert stage.outcome("four").cached_tokens == 0

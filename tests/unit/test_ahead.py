@@ -9,7 +9,7 @@ from kvatlas.core.ahead_books import ENDS_MAX, PREFIXES_MAX, Heats, Turns
 from kvatlas.core.ahead_copies import Copied, Copies, Params, Recall, Why
 from kvatlas.core.dispatch import Finished, Input, Question, Reset, Sent, Unsettle
 from kvatlas.core.events import BlockStored, UnitsHeld
-from kvatlas.core.keys import PUBLIC, tenant_scope
+from kvatlas.core.keys import PUBLIC, salt_scope
 from kvatlas.core.records import Tier
 
 
@@ -52,7 +52,7 @@ def test_each_kind_has_its_switch(switch: str) -> None:
 
 def test_a_copy_is_of_one_scope_and_says_whose() -> None:
     stand = Stand()
-    tenant = tenant_scope("t")
+    tenant = salt_scope("t")
     stand.hold(AGENTS[0], stand.keys(tokens((1, BLOCKS)), tenant))
     stand.crowd(6)  # the same tokens, of everybody: nobody holds them
     assert not stand.orders

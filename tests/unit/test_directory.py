@@ -8,7 +8,7 @@ import pytest
 
 from kvatlas.core.directory import Directory, Limits
 from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvatlas.core.keys import Keyring, Scope, tenant_scope
+from kvatlas.core.keys import Keyring, Scope, salt_scope
 from kvatlas.core.layout import Group, Layout, plain
 from kvatlas.core.records import Publisher, Resume, Tier
 from kvatlas.errors import LayoutError
@@ -139,8 +139,8 @@ def test_scopes_and_adapters_do_not_meet(directory: Directory) -> None:
     directory.apply(W1, [salted, adapted, pictured])
     assert directory.holders == 3
     assert ask(directory, "A") == {}
-    assert directory.peek(keys_of("A", scope=tenant_scope("y")), FP) == []
-    assert len(directory.peek(keys_of("A", scope=tenant_scope("x")), FP)) == 1
+    assert directory.peek(keys_of("A", scope=salt_scope("y")), FP) == []
+    assert len(directory.peek(keys_of("A", scope=salt_scope("x")), FP)) == 1
     assert directory.peek(keys_of("A"), b"\2" * 32) == []
 
 

@@ -11,7 +11,7 @@ from kvatlas.core.admission import Rules
 from kvatlas.core.directory import Directory, Limits
 from kvatlas.core.dispatch import Apply, Dispatcher, Join, Question, Settle, SetUp
 from kvatlas.core.events import BlockStored, UnitsHeld
-from kvatlas.core.keys import Keyring, tenant_scope
+from kvatlas.core.keys import Keyring, salt_scope
 from kvatlas.core.layout import plain
 from kvatlas.core.records import Publisher, Tier
 from kvatlas.core.router import Params, Router
@@ -68,7 +68,7 @@ class Stand:
         """Tokens in all, then those from hbm and dram."""
         self.ids += 1
         text = salt(name)
-        scope, below = tenant_scope(text), sharing_of(RING, text)
+        scope, below = salt_scope(text), sharing_of(RING, text)
         question = Question(f"r{self.ids}", ((ENGINE, ""),), TOKENS, scope, below=below)
         decision = self.core.handle(question, 1.0)
         assert decision is not None

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from kvatlas.core import native
-from kvatlas.core.keys import PUBLIC, Keyring, Scope, tenant_scope
+from kvatlas.core.keys import PUBLIC, Keyring, Scope, salt_scope
 
 needs_sha = pytest.mark.skipif(
     not native.accelerated, reason="this processor has no SHA instructions: hashlib does it all"
@@ -60,5 +60,5 @@ def test_keys_do_not_depend_on_the_processor(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_name_is_no_tenant() -> None:
-    assert tenant_scope("") == PUBLIC
-    assert tenant_scope("a") == Scope("salt", "a") != tenant_scope("b")
+    assert salt_scope("") == PUBLIC
+    assert salt_scope("a") == Scope("salt", "a") != salt_scope("b")

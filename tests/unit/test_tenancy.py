@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvatlas.core.forgetting import Floor, payer_of
-from kvatlas.core.keys import PUBLIC, Keyring, Scope, tenant_scope
+from kvatlas.core.keys import PUBLIC, Keyring, Scope, salt_scope
 from kvatlas.core.tenancy import (
     EPOCH_MAX,
     EVERYBODY,
@@ -84,7 +84,7 @@ def test_a_salt_that_was_changed_anywhere_proves_nothing(
     ):
         assert read_salt(RING, forged) is None or forged == text
         if forged != text:
-            assert sharing_of(RING, forged) == Sharing(tenant_scope(forged))
+            assert sharing_of(RING, forged) == Sharing(salt_scope(forged))
 
 
 @given(salts, salts)
@@ -308,7 +308,7 @@ def test_an_adapter_that_is_named_like_a_salt_opens_nothing() -> None:
     sharing = sharing_of(RING, text)
     mine = keys_of(ids(16), 4, sharing)
     for name in (text, sharing.scope.id, f'tenant","{sharing.scope.id}', "kva1." + text):
-        for scope in (PUBLIC, Scope("tenant", ""), tenant_scope(name)):
+        for scope in (PUBLIC, Scope("tenant", ""), salt_scope(name)):
             theirs = keys_of(ids(16), 4, Sharing(scope), name)
             assert not {*mine} & {*theirs}
     assert not {*mine} & {*keys_of(ids(16), 4, sharing, text)}

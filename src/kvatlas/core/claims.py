@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvatlas.core.events import BlockRemoved, BlockStored
-from kvatlas.core.keys import Keyring, tenant_scope
+from kvatlas.core.keys import Keyring, salt_scope
 from kvatlas.core.layout import Group
 from kvatlas.core.native import NameTable
 from kvatlas.core.records import Tier
@@ -208,7 +208,7 @@ class Claims:
 
     def _parent_key(self, event: BlockStored) -> bytes | None:
         if event.parent is None:
-            scope = tenant_scope(event.salt)
+            scope = salt_scope(event.salt)
             return self._keyring.root(self._pool.fingerprint, scope, event.adapter)
         return self._names.get(event.parent) or self._recent.get(event.parent)
 

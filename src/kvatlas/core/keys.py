@@ -73,10 +73,10 @@ class Scope(msgspec.Struct, frozen=True):
 PUBLIC = Scope()
 
 
-def tenant_scope(name: str) -> Scope:
+def salt_scope(text: str) -> Scope:
     """The scope of whoever sends that text as the cache salt; "" is public. Its kind is its own:
     no text that a client chooses is the scope of a tenant who proved to be one."""
-    return Scope("salt", name) if name else PUBLIC
+    return Scope("salt", text) if text else PUBLIC
 
 
 class Keyring:

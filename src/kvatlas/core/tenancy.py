@@ -19,7 +19,7 @@ import unicodedata
 
 import msgspec
 
-from kvatlas.core.keys import PUBLIC, Keyring, Scope, tenant_scope
+from kvatlas.core.keys import PUBLIC, Keyring, Scope, salt_scope
 
 NAME_CHARS_MAX = 128
 EPOCH_MAX = (1 << 53) - 1
@@ -174,7 +174,7 @@ def sharing_of(ring: Keyring, text: str) -> Sharing:
     """Who shares a prompt with this salt. One that proves nothing is a scope of its own."""
     salt = read_salt(ring, text)
     if salt is None:
-        return Sharing(tenant_scope(text))
+        return Sharing(salt_scope(text))
     return Sharing(scope_of(salt), salt.public_tokens, salt.public_mark, salt.tag)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvatlas.core.dispatch import Dispatcher
-from kvatlas.core.keys import Keyring, tenant_scope
+from kvatlas.core.keys import Keyring, salt_scope
 from kvatlas.core.records import Publisher
 from kvatlas.core.tenancy import Sharing, mark_of, salt_of, sharing_of
 from kvatlas.service.public_prefixes import PublicPrefixes, of_all
@@ -56,7 +56,7 @@ class Salts:
         adapter: str,
     ) -> KeysOf:
         """Of a prompt with that salt."""
-        keys = dispatcher.keys(publisher, tokens, tenant_scope(salt), adapter)
+        keys = dispatcher.keys(publisher, tokens, salt_scope(salt), adapter)
         below = self.below(salt)
         if below is None:
             return KeysOf(keys, keys)

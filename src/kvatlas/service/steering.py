@@ -30,7 +30,7 @@ from kvatlas.core.dispatch import (
     SetLoad,
     SetUp,
 )
-from kvatlas.core.keys import Scope, tenant_scope
+from kvatlas.core.keys import Scope, salt_scope
 from kvatlas.core.ladder import SHARE
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher, Refusal
@@ -436,7 +436,7 @@ class Steering:
                     request.id,
                     among,
                     tokens,
-                    tenant_scope(salt),
+                    salt_scope(salt),
                     ttft_slo_s=request.ttft_slo_s,
                     below=self._salts.below(salt),
                 )
@@ -461,7 +461,7 @@ class Steering:
 
 def scope_of(request: Inbound) -> Scope:
     """Who may share this prompt's blocks, by the salt that its client chose."""
-    return tenant_scope(own_salt(request))
+    return salt_scope(own_salt(request))
 
 
 def _not_taken(decision: Decision, refusal: Refusal) -> RequestError:

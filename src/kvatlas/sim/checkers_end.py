@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from kvatlas.core.directory import Directory
 from kvatlas.core.dispatch import Dispatcher, Finished, Join, Question, Settle
 from kvatlas.core.events import BlockStored
-from kvatlas.core.keys import tenant_scope
+from kvatlas.core.keys import salt_scope
 from kvatlas.core.native import KeyTable, NameTable
 from kvatlas.core.router import Plan, Router
 from kvatlas.sim.checkers import BACK_S, Checkers, own_tokens
@@ -146,7 +146,7 @@ def told_twice(
 def plans(world: FaultWorld, ask: Ask) -> tuple[Plan, ...]:
     """What the core would decide now for such a request; it is not sent."""
     dispatcher, now = world.dispatcher, world.loop.now
-    scope = tenant_scope(ask.scope)
+    scope = salt_scope(ask.scope)
     among = tuple((engine.publisher, ask.adapter) for engine in world.engines.values())
     decision = dispatcher.handle(Question("check", among, ask.tokens, scope), now)
     assert decision is not None

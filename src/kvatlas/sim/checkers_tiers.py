@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from kvatlas.core.events import Batch, UnitsHeld
 from kvatlas.core.inventory import OWN
-from kvatlas.core.keys import tenant_scope
+from kvatlas.core.keys import salt_scope
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Resume, Tier
 from kvatlas.core.units import Part, Sizes, name_of
@@ -222,7 +222,7 @@ def _limit(engine: SimEngine, ask: Ask) -> int:
 def keys_of(world: FaultWorld, ask: Ask, identity: bytes, layout: Layout) -> list[bytes]:
     """Block keys of a prompt for engines of one fingerprint."""
     ring, grid = world.keyring, layout.grid_tokens
-    scope = tenant_scope(ask.scope)
+    scope = salt_scope(ask.scope)
     root = ring.root(identity, scope, ask.adapter)
     full = len(ask.tokens) // 4 // grid * grid
     return list(ring.chain(root, memoryview(ask.tokens)[: full * 4], grid))

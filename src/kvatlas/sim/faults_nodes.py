@@ -12,7 +12,7 @@ from kvatlas.core import agent_values as words
 from kvatlas.core.dispatch import Settle
 from kvatlas.core.events import UnitsGone
 from kvatlas.core.inventory import OWN
-from kvatlas.core.keys import Keyring, tenant_scope
+from kvatlas.core.keys import Keyring, salt_scope
 from kvatlas.core.records import Publisher, Tier
 from kvatlas.core.units import Unit
 from kvatlas.sim.engines import SimEngine
@@ -120,7 +120,7 @@ class Nodes:
                 return self._keep(fault, node)
             case "forget":
                 salt = "red" if fault.amount < 0.5 else "blue"
-                node.tell(words.Forget(tenant_scope(salt).owner))
+                node.tell(words.Forget(salt_scope(salt).owner))
             case "resize":
                 return self._resize(node, fault)
         return True

@@ -26,7 +26,7 @@ from kvatlas.core.dispatch import (
     SetUp,
     Sweep,
 )
-from kvatlas.core.keys import tenant_scope
+from kvatlas.core.keys import salt_scope
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher
 from kvatlas.core.router import BLIND
@@ -172,7 +172,7 @@ class Gateway:
         now = self._timeline.now
         if inquiry.id in self._flights:
             raise ValueError(f"request id {inquiry.id!r} is in use")
-        scope, slo_s = tenant_scope(inquiry.scope), self.spec.ttft_slo_s
+        scope, slo_s = salt_scope(inquiry.scope), self.spec.ttft_slo_s
         if self.dispatcher.router.params.policy not in BLIND:
             among = self._among
             if inquiry.adapter:

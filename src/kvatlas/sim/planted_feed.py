@@ -158,8 +158,8 @@ BUGS = (
         "cross-scope",
         f"{_CLAIMS}._parent_key",
         "the salt is taken where there is a parent, not where there is none",
-        "tenant_scope(event.salt)",
-        "tenant_scope(event.salt if event.parent else '')",
+        "salt_scope(event.salt)",
+        "salt_scope(event.salt if event.parent else '')",
     ),
     Bug(
         "adapter-forgotten",

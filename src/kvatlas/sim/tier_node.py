@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvatlas.core import agent_values as words
 from kvatlas.core.agent import Agent
 from kvatlas.core.events import Batch, Event, UnitsGone, UnitsHeld
-from kvatlas.core.keys import tenant_scope
+from kvatlas.core.keys import salt_scope
 from kvatlas.core.ledger import Ledger
 from kvatlas.core.ledger_values import Limits
 from kvatlas.core.policy.registry import make_policy
@@ -87,7 +87,7 @@ class SimNode:
     def _new_agent(self) -> Agent:
         spec = self._tiers.spec
         sizes = {Tier.DRAM: spec.dram_bytes, Tier.DISK: spec.disk_bytes}
-        quotas = {tenant_scope(salt).owner: size for salt, size in spec.quotas.items()}
+        quotas = {salt_scope(salt).owner: size for salt, size in spec.quotas.items()}
         ledgers = {
             tier: Ledger(
                 Limits(sizes[tier], spec.high, spec.low, quotas),

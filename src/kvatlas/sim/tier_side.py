@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvatlas.core import agent_values as words
-from kvatlas.core.keys import tenant_scope
+from kvatlas.core.keys import salt_scope
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Part
 from kvatlas.sim.engines import SimEngine
@@ -77,7 +77,7 @@ class TierSide:
 
     def submitted(self, submit: Submit) -> None:
         layout, ring = self._engine.layout, self._tiers.keyring
-        scope = tenant_scope(submit.salt)
+        scope = salt_scope(submit.salt)
         root = ring.root(self._tiers.fingerprint(self._engine), scope, submit.adapter)
         full = len(submit.tokens) // 4 // layout.grid_tokens * layout.grid_tokens
         keys = ring.chain(root, memoryview(submit.tokens)[: full * 4], layout.grid_tokens)

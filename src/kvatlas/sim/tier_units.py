@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from kvatlas.core.agent_values import Source
-from kvatlas.core.keys import tenant_scope
+from kvatlas.core.keys import salt_scope
 from kvatlas.core.layout import Layout
 from kvatlas.core.units import Part, Unit
 from kvatlas.sim.messages import Submit
@@ -83,7 +83,7 @@ class Request:
     @property
     def owner(self) -> str:
         """On whom its state is booked."""
-        return tenant_scope(self.submit.salt).owner
+        return salt_scope(self.submit.salt).owner
 
     def note(self, refs: Iterable[BlockRef]) -> None:
         """Blocks that can be found now."""

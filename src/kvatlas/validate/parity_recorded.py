@@ -26,7 +26,7 @@ from kvatlas.connectors.stub_wire import EventEncoder
 from kvatlas.core.directory import Directory
 from kvatlas.core.events import Batch, BlockStored, Event
 from kvatlas.core.families import layout_from_config
-from kvatlas.core.keys import Keyring, tenant_scope
+from kvatlas.core.keys import Keyring, salt_scope
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher
 from kvatlas.errors import ConfigError, KvatlasError, TraceError
@@ -360,7 +360,7 @@ def _compare_promises(
         # by one of its own prompts, nobody can say whose a frame is.
         unclear = len(before) > 1 and any(first.prompt == other.prompt for other in before)
         if len(requests) == 1 and not unclear:
-            root = keyring.root(label, tenant_scope(first.salt))
+            root = keyring.root(label, salt_scope(first.salt))
             usable = (len(first.prompt) - 1) // grid * grid
             found = directory.peek(keyring.chain(root, pack(first.prompt[:usable]), grid), label)
             promised = found[0].tokens if found else 0

@@ -21,7 +21,7 @@ import msgspec
 from kvatlas.connectors.vllm_direct import Answered, Asked
 from kvatlas.core.claims import Applied
 from kvatlas.core.directory import Directory
-from kvatlas.core.keys import Keyring, tenant_scope
+from kvatlas.core.keys import Keyring, salt_scope
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher
 from kvatlas.service.wire import Decoder
@@ -114,7 +114,7 @@ class Observer:
     def keys(self, request: Request) -> list[bytes]:
         """The keys that a router would ask with."""
         grid = self._layout.grid_tokens
-        root = self._keyring.root(_FINGERPRINT, tenant_scope(request.salt))
+        root = self._keyring.root(_FINGERPRINT, salt_scope(request.salt))
         asked = request.prompt[: self._layout.asked_blocks(len(request.prompt)) * grid]
         return self._keyring.chain(root, array("I", asked).tobytes(), grid)
 

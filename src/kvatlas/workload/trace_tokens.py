@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvatlas.core.keys import Keyring, Scope, tenant_scope
+from kvatlas.core.keys import Keyring, Scope, salt_scope
 from kvatlas.workload.trace_lines import Options, Row, fault, lines
 
 NAME = "token-ids"
@@ -70,7 +70,7 @@ class Hashed:
 
     def ids(self, tokens: bytes, scope: str = "") -> tuple[int, ...]:
         """One id below 2**63 per block, the last one cut short where the prompt is."""
-        root = self._keyring.root(b"trace", tenant_scope(scope))
+        root = self._keyring.root(b"trace", salt_scope(scope))
         keys = self._keyring.chain(root, tokens, self._block_tokens)
         rest = tokens[len(keys) * self._block_tokens * 4 :]
         if rest:

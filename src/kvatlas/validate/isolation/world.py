@@ -34,7 +34,7 @@ from kvatlas.core.dispatch import (
 )
 from kvatlas.core.events import Event
 from kvatlas.core.forgetting import Floor
-from kvatlas.core.keys import Fingerprint, Keyring, tenant_scope
+from kvatlas.core.keys import Fingerprint, Keyring, salt_scope
 from kvatlas.core.layout import Layout
 from kvatlas.core.policy.registry import POLICIES
 from kvatlas.core.records import Publisher, Tier
@@ -292,7 +292,7 @@ class World:
         among = tuple((e.publisher, prompt.adapter) for e in self.engines)
         sharing = tenancy.sharing_of(self.ring, prompt.salt)
         below = sharing if sharing.tenant else None
-        return Question(prompt.id, among, prompt.tokens, tenant_scope(prompt.salt), below=below)
+        return Question(prompt.id, among, prompt.tokens, salt_scope(prompt.salt), below=below)
 
     def _over(self, id: str, engine: CachingEngine, ok: bool) -> None:
         """A request, or the first half of one, ended."""
