@@ -1,133 +1,125 @@
-"""Processes of libraries that may hang or die: what is left of them, and who hears of it."""
+"""Child processes: ready when they say so, gone with all that they started, whatever happens."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
-from echo_child import Word, word
-from stores_kit import nothing_left, wait_until
 
-from kvatlas.dataplane.tiers import child as children
-from kvatlas.dataplane.tiers.base import Counts
-from kvatlas.dataplane.tiers.child import Child, Kind
+from kvatlas.connectors.child import Child, free_ports, stop_all
+from kvatlas.errors import EngineError
 
-
-class Echo:
-    """The child of these tests, and what it is asked."""
-
-    def __init__(self, **more: object) -> None:
-        self.starts = True
-        self.counts = Counts()
-        kind = Kind(
-            "echo",
-            "echo_child",
-            (),
-            lambda end: msgspec.json.encode((end, self.starts)),
-            word,
-            lambda said: True if said == Word(0, "ready") else said,  # type: ignore[return-value,arg-type]
-            ready_s=20.0,
-        )
-        self.child = Child(msgspec.structs.replace(kind, **more), self.counts)
-
-    def ask(self, text: str, seconds: float = 20.0) -> object:
-        until = time.monotonic() + seconds
-        return self.child.ask(lambda number: Word(number, text), until)
-
-    def ready(self) -> int:
-        assert self.child.ready(time.monotonic() + 20.0) or self.child.ready()
-        return self.child.pid
-
-
-@pytest.fixture
-def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Echo]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "engines"))
-    monkeypatch.setattr(children, "RETRY_S", 0.05)
-    with nothing_left():
-        made = Echo(grace_s=5.0)
-        yield made
-        made.child.close()
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+# Starts a grandchild that ignores SIGTERM, and tells its pid.
+PARENT = """
+import subprocess, sys, time
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+code += "; print('up', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
 
 
 def gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
+    """Whether no live process has this id (a zombie is none)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
 
 
-def test_it_answers_and_ends_when_it_is_closed(echo: Echo) -> None:
-    pid = echo.ready()
-    assert echo.ask("one") == Word(1, "one")
-    assert echo.ask("two") == Word(2, "two")
-    echo.child.close()
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_ready_when_healthy_and_free_after_stop(tmp_path: Path):
+    (port,) = free_ports(1)
+    child = Child(
+        "server",
+        [sys.executable, "-c", SERVER, str(port)],
+        log=tmp_path / "log",
+        url=f"http://127.0.0.1:{port}",
+    )
+    child.start()
+    try:
+        assert child.wait_ready(deadline_s=30.0) < 30.0
+        pid = child.pid
+    finally:
+        child.stop()
+        child.stop()  # twice does no harm
+    assert not child.alive
     assert gone(pid)
-    assert echo.ask("three") is None
 
 
-def test_a_late_answer_ends_it_and_another_is_started(echo: Echo) -> None:
-    pid = echo.ready()
-    assert echo.ask("hang", 0.2) is None
-    assert gone(pid)
-    assert not echo.child.after(lambda: None)  # nothing is waited for
-    wait_until(lambda: echo.child.ready() and echo.child.pid != pid)
-    assert echo.ask("again") == Word(2, "again")
-    assert echo.counts.all()["client_late"] == 1
+def test_one_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path):
+    code = "import sys; print('no such model: x'); sys.exit(3)"
+    child = Child(
+        "server", [sys.executable, "-c", code], log=tmp_path / "log", url="http://127.0.0.1:1"
+    )
+    child.start()
+    try:
+        with pytest.raises(EngineError, match=r"status 3[\s\S]*no such model: x"):
+            child.wait_ready(deadline_s=30.0)
+    finally:
+        child.stop()
 
 
-def test_who_waits_hears_of_its_death_at_once(echo: Echo) -> None:
-    echo.ready()
-    started = time.monotonic()
-    assert echo.ask("end") is None
-    assert time.monotonic() - started < 10
-    assert "client_late" not in echo.counts.all()
+def test_a_program_that_is_not_there_is_an_error(tmp_path: Path):
+    child = Child("server", [str(tmp_path / "none")], log=tmp_path / "log")
+    with pytest.raises(EngineError, match="cannot be started"):
+        child.start()
 
 
-def test_one_that_does_not_die_is_told_of_when_it_does(
-    echo: Echo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pid = echo.ready()
-    process = echo.child._child
-    assert process is not None
-    echo.child._kind = msgspec.structs.replace(echo.child._kind, grace_s=0.05)
-    monkeypatch.setattr(process, "kill", lambda: None)  # as if it hung in the kernel
-    os.kill(pid, signal.SIGSTOP)
-    assert echo.ask("anything", 0.05) is None
-    told: list[bool] = []
-    assert echo.child.after(lambda: told.append(gone(pid)))
-    assert told == []
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: bool(told))
-    assert told == [True]
-    assert not echo.child.after(lambda: None)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_grandchildren_that_will_not_end_are_killed(tmp_path: Path):
+    log = tmp_path / "log"
+    child = Child("parent", [sys.executable, "-c", PARENT], log=log)
+    child.start()
+    try:
+        assert within(30.0, lambda: log.read_text().strip().isdecimal())
+        grandchild = int(log.read_text())
+    finally:
+        stop_all([child], grace_s=0.3)
+    assert within(5.0, lambda: gone(grandchild))
 
 
-def test_one_that_never_becomes_ready_is_tried_less_and_less_often(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pauses: list[float] = []
-    real = children.Child._serve
-
-    def serve(self: Child) -> bool:
-        if len(pauses) == 5:
-            self._closed.set()
-        monkeypatch.setattr(self._closed, "wait", pauses.append)
-        return False
-
-    monkeypatch.setattr(children.Child, "_serve", serve)
-    echo = Echo(retry_max_s=8.0)
-    echo.child._keeper.join(20.0)
-    assert pauses == [2.0, 4.0, 8.0, 8.0, 8.0, 8.0]
-    monkeypatch.setattr(children.Child, "_serve", real)
-    assert not echo.child.ready()
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_a_killed_parent_takes_its_children_with_it(tmp_path: Path):
+    code = (
+        "import sys, time; from pathlib import Path; from kvatlas.connectors.child import Child\n"
+        "child = Child('x', [sys.executable, '-c', 'import time; time.sleep(600)'],"
+        " log=Path(sys.argv[1]))\n"
+        "child.start(); print(child.pid, flush=True); time.sleep(600)"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path / "log")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert not gone(pid)
+        os.kill(parent.pid, signal.SIGKILL)
+    assert within(10.0, lambda: gone(pid))
 
 
-def test_an_impatient_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "engines"))
-    echo = Echo(patient=False)
-    assert echo.ask("too early") is None
-    echo.ready()
-    assert echo.ask("now") is not None
-    echo.child.close()
+def test_free_ports_differ():
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
