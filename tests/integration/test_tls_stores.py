@@ -68,7 +68,7 @@ def test_agents_read_from_each_other_whole_and_small(rig: SecureRig, authority: 
     report, found = Desk(store).read({name: len(value) for name, value in held.items()})
     assert found == held
     assert not report.failed
-    assert store.transport == "tls"
+    assert store.transport == rig.server.plain == "tls"
     assert {entry.name for entry in store.scan()} == set(held)
     store.close()
 

@@ -75,8 +75,6 @@ class PeerServer:
     ``send_s``: how long one answer may take; ``idle_s``: how long a connection may be silent.
     """
 
-    plain = "tcp"  # what carries what NIXL does not
-
     def __init__(
         self,
         dram: DramStore,
@@ -105,6 +103,7 @@ class PeerServer:
         self._lender = peer_nixl.Lender(dram, nixl, _label_of, self.counts)
         self._limits = (connections_max, send_s, idle_s)
         self._trust = trust
+        self.plain = _plain(trust)
         self._lock = threading.Lock()
         self._links: dict[Stream, threading.Thread] = {}
         self._closed = False
@@ -289,7 +288,6 @@ class PeerStore:
     """See `base.Store`, reading only. ``lost`` is told when the peer began a new life."""
 
     tier = Tier.PEER
-    plain = "tcp"  # what carries what NIXL does not
 
     def __init__(
         self,
@@ -300,8 +298,7 @@ class PeerStore:
     ) -> None:
         """``nixl``: of this peer alone, and closed with the store; or why there is none. ``trust``:
         over TLS."""
-        if trust is not None:
-            self.plain = "tls"
+        self.plain = _plain(trust)
         self.settings = settings
         alone = isinstance(nixl, peer_nixl.Reader) and nixl.only
         self.transport = "nixl" if alone else self.plain  # of what was read last
@@ -486,6 +483,11 @@ def _find(link: Stream, outcome: Outcome) -> None:
             outcome.arrive()
         else:
             outcome.fail()
+
+
+def _plain(trust: Trust | None) -> str:
+    """What carries what NIXL does not."""
+    return "tcp" if trust is None else "tls"
 
 
 def _no_write(link: Stream, outcome: Outcome) -> None:
