@@ -12,6 +12,7 @@ halves the speed of a copy.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -77,6 +78,7 @@ class Arena:
         self._whole = memoryview(self._map)
         self._words = self._whole[GRAIN_BYTES : GRAIN_BYTES + size // GRAIN_BYTES * 8].cast("Q")
         self._slots = self._whole[begin:]
+        self.address = address_of(self._slots)  # in this process
 
     # -- making and finding ---------------------------------------------------------------------
 
@@ -161,6 +163,13 @@ class Arena:
         """All bytes that slots lie in."""
         return self._slots
 
+    def offset_of(self, view: memoryview) -> int | None:
+        """Where a view lies, from where slots begin; None: elsewhere, or it is only to be read."""
+        if view.readonly:
+            return None
+        at = address_of(view) - self.address
+        return at if 0 <= at <= self.size_bytes - view.nbytes else None
+
     def view(self, slot: Slot) -> memoryview:
         """Its bytes, writable. Raises StoreError where it lies outside."""
         end = slot.offset + slot.size_bytes
@@ -196,6 +205,11 @@ class Arena:
         except ValueError as error:
             raise StoreError(f"{slot}: {error}") from error
         return checksum if self.current(slot) else 0
+
+
+def address_of(view: memoryview) -> int:
+    """In this process, of bytes that can be written to."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 class Slots:

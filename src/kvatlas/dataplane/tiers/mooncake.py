@@ -111,8 +111,7 @@ class MooncakeStore:
         self.settings = settings
         self.transport = settings.protocol
         self._counts = Counts()
-        self._begin = _address_of(arena.memory)
-        self._end = self._begin + arena.size_bytes
+        self._arena = arena
         self._sealer = sealer
         bounce_bytes = max(settings.bounce_bytes, SEALED_BYTES if sealer is not None else 0)
         self._bounce = _Bounce(settings.threads, bounce_bytes)
@@ -226,7 +225,7 @@ class MooncakeStore:
             for piece in group:
                 if piece not in fit:
                     batch.settle(piece, Why.INVALID)
-            places = [(piece, self._offset(piece)) for piece in fit]
+            places = [(piece, self._arena.offset_of(piece.view)) for piece in fit]
             if what == "write" and self._sealer is not None:
                 places = [(piece, None) for piece in fit]
             inside = [(piece, at) for piece, at in places if at is not None]
@@ -347,14 +346,6 @@ class MooncakeStore:
             label,
         )
 
-    def _offset(self, piece: Piece) -> int | None:
-        """Where in the arena its view lies, if it does."""
-        if piece.view.readonly:
-            return None
-        address = _address_of(piece.view)
-        inside = self._begin <= address and address + piece.view.nbytes <= self._end
-        return address - self._begin if inside else None
-
     def _name(self, key: str) -> bytes | None:
         start = self.settings.prefix + "v:"
         try:
@@ -469,7 +460,3 @@ def _client(one: Settings, arena: int, bounce: int, bounce_bytes: int, end: int)
         one.threads,
         one.prefix,
     )
-
-
-def _address_of(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

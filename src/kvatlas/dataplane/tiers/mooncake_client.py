@@ -10,7 +10,6 @@ threads that move them. Here those who wait do nothing else, and give way (`WAIT
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import socket
@@ -24,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.dataplane.arena import Arena
+from kvatlas.dataplane.arena import Arena, address_of
 from kvatlas.dataplane.records import checksum_bytes, checksum_int
 from kvatlas.dataplane.tiers import child, framing, mooncake_wire
 from kvatlas.dataplane.tiers.base import Piece
@@ -54,7 +53,7 @@ class Memory:
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        self.address = address_of(view)
 
 
 class Served:

@@ -9,7 +9,6 @@ UCX, below NIXL, chooses what carries the bytes and tells nobody but its log: th
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import importlib
 import importlib.metadata
@@ -23,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.dataplane.arena import Arena
+from kvatlas.dataplane.arena import Arena, address_of
 from kvatlas.dataplane.tiers import child, nixl_wire
 from kvatlas.dataplane.tiers.nixl_wire import Ended, Given, Join, Ping, Question, Read, Ready
 
@@ -83,7 +82,7 @@ class Helper:
         self._socket = socket.socket(fileno=given.socket)
         arena = Arena.open(given.arena)
         self._arena = arena  # as long as this process
-        self._address = _address_of(arena.memory)
+        self._address = arena.address
         self._scratch = memoryview(bytearray(PROBE_BYTES))
         self._version = importlib.metadata.version("nixl")
         self._epoch = os.urandom(16)
@@ -97,7 +96,7 @@ class Helper:
 
     @property
     def _probe(self) -> int:
-        return _address_of(self._scratch)
+        return address_of(self._scratch)
 
     def serve(self) -> None:
         """Until the other side ends. Raises OSError then."""
@@ -164,10 +163,6 @@ class Helper:
         self._agent.release_xfer_handle(handle)
         if state != "DONE":
             raise ConnectionError(f"the transfer ended as {state}")
-
-
-def _address_of(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _work() -> None:

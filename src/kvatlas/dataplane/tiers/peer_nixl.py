@@ -12,7 +12,6 @@ is dead: nothing is written into a slot that has another owner.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -160,7 +159,6 @@ class Reader:
         also where UCX has no transport that reads, and sends messages, slower than TCP alone."""
         self._nixl = nixl
         self._arena = arena
-        self._begin = _address_of(arena.memory)
         self.only = only
         self._emulated = emulated
         self._lock = threading.Lock()
@@ -228,7 +226,7 @@ class Reader:
             return self._why
         if self._nixl.ready() is None:
             return "starting"
-        if any(self._offset(piece) is None for piece in pieces):
+        if any(self._arena.offset_of(piece.view) is None for piece in pieces):
             return "outside"
         for _ in range(_QUESTIONS):
             joined = self._joined
@@ -286,7 +284,7 @@ class Reader:
                 return None
             if place.offset < 0 or place.offset % GRAIN_BYTES or ends > there.size_bytes:
                 return None
-            here = self._offset(piece)
+            here = self._arena.offset_of(piece.view)
             if here is not None and place.size_bytes == piece.view.nbytes:
                 reads.append((here, place.offset, place.size_bytes))
         return Borrowed(there.epoch, labels, reads)
@@ -321,17 +319,8 @@ class Reader:
         self._rests_until = time.monotonic() + REST_S
         return why
 
-    def _offset(self, piece: Piece) -> int | None:
-        """Where in the arena its view lies, if it does."""
-        at = _address_of(piece.view) - self._begin
-        return at if 0 <= at <= self._arena.size_bytes - piece.view.nbytes else None
-
 
 def _let_go(released: Sequence[Callable[[], None] | None]) -> None:
     for release in released:
         if release is not None:
             release()
-
-
-def _address_of(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
