@@ -214,10 +214,8 @@ class ValkeyStore:
                 part = names[start : start + SCAN_KEYS]
                 keys: list[bytes] = []
                 for name, header in zip(part, self._headers(server, part), strict=True):
-                    extra = self._chunks(header.size_bytes) if header else 0
-                    keys += [self._key(name, i) for i in range(min(extra, CHUNKS_MAX) + 1)]
-                for at in range(0, len(keys), SCAN_KEYS):
-                    server.ask(b"DEL", *keys[at : at + SCAN_KEYS])
+                    keys += self._keys(name, header.size_bytes if header else 0)
+                _delete(server, keys)
         finally:
             server.close()
 
@@ -366,10 +364,8 @@ class ValkeyStore:
             else:
                 outcome.damage()
             if verdict is not None and verdict.goes:
-                keys = min(self._chunks(sum(found)), CHUNKS_MAX) + 1
-                going += [self._key(piece.name, n) for n in range(keys)]
-        for at in range(0, len(going), SCAN_KEYS):
-            server.ask(b"DEL", *going[at : at + SCAN_KEYS])
+                going += self._keys(piece.name, sum(found))
+        _delete(server, going)
 
     def _find(self, server: Server, outcome: Outcome) -> None:
         waiting = list(outcome.open)
@@ -390,6 +386,10 @@ class ValkeyStore:
     def _chunks(self, size_bytes: int) -> int:
         """How many keys a value has beside the one with its header."""
         return max(0, -(-size_bytes // self.settings.chunk_bytes) - 1)
+
+    def _keys(self, name: bytes, size_bytes: int) -> list[bytes]:
+        """All that a value may have, if it is so large."""
+        return [self._key(name, n) for n in range(min(self._chunks(size_bytes), CHUNKS_MAX) + 1)]
 
     def _key(self, name: bytes, index: int) -> bytes:
         if not index:
@@ -432,6 +432,11 @@ def _wrap(settings: Settings) -> Wrap | None:
         return None
     context = asking(settings.ca, settings.cert, settings.key)
     return lambda sock, until: joined(context, sock, settings.host, until)
+
+
+def _delete(server: Server, keys: Sequence[bytes]) -> None:
+    for at in range(0, len(keys), SCAN_KEYS):
+        server.ask(b"DEL", *keys[at : at + SCAN_KEYS])
 
 
 def _bulk(word: bytes) -> bytes:
