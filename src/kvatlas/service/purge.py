@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvatlas.config_tenants import Tenant
+from kvatlas.config_tenants import Tenant, TenantsFile
 from kvatlas.core.agent_forget import meant_by
 from kvatlas.core.agent_values import Forget
 from kvatlas.core.forgetting import Floor, Floors
@@ -90,6 +90,7 @@ class Purger:
         self._clock = clock
         self._told: dict[str, tuple[str, int]] = {}  # agent → life, and how many floors it has
         self._count = len(self.floors)
+        self._file: TenantsFile | None = None  # whose epochs are among the floors
         self._again: dict[str, tuple[float, float]] = {}  # purge → when, and how long after that
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -311,10 +312,9 @@ class Purger:
 
     async def look(self) -> None:
         """New lives of agents get all floors; what waits for somebody who is back goes on."""
-        for tenant in self._tenants.file.tenant:
-            if tenant.epoch:
-                floor = Floor(tag_of(self._ring, tenant.name), epoch_at(tenant.epoch, 0.0, 0.0))
-                self._count += self.floors.put(floor)
+        if self._tenants.file is not self._file:
+            self._file = self._tenants.file
+            self._raise(self._file)
         now_s = asyncio.get_running_loop().time()
         nodes = {n.config.name: n for n in self._agents().nodes.values() if n.up and n.told}
         for receipt in self.receipts:
@@ -328,6 +328,12 @@ class Purger:
             behind = len(self.floors) and self._told.get(name) != now
             if behind and await self._tell(node):
                 self._told[name] = now
+
+    def _raise(self, file: TenantsFile) -> None:
+        for tenant in file.tenant:
+            if tenant.epoch:
+                floor = Floor(tag_of(self._ring, tenant.name), epoch_at(tenant.epoch, 0.0, 0.0))
+                self._count += self.floors.put(floor)
 
     async def _tell(self, node: Node) -> bool:
         """All floors that there are; no keys are dropped for it."""
