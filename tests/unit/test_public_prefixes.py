@@ -22,6 +22,7 @@ from kvatlas.service.verify import CHAT, COMPLETION
 
 __all__ = ["local", "model_dir"]  # fixtures
 LONG = "the quick brown fox jumps over the lazy dog and runs on " * 20
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SYSTEM = {"role": "system", "content": LONG}
 
 
@@ -120,11 +121,12 @@ async def test_what_every_prompt_begins_with_is_no_prefix(tmp_path: Path, local:
         f'[[public]]\nname = "d"\ntokens = 1\ndigest = "{digest}"\n'
         '[[public]]\nname = "empty"\nmessages = "s.json"\n'
     )
-    path = policy(tmp_path, text, **{"s.json": {"messages": [], "tools": [{}]}})
+    path = policy(tmp_path, text, **{"s.json": {"messages": [], "tools": [TOOL]}})
     prefixes = PublicPrefixes(path, local.prompt)
     await prefixes.refresh()
     assert prefixes.longest(bare).tokens == 0
-    assert "empty" in prefixes.problems or prefixes._closed == {}
+    assert "every prompt begins with it" in prefixes.problems["empty"]
+    assert prefixes._closed == {}
 
 
 async def test_what_cannot_be_made_into_tokens_is_not_public_and_flagged(tmp_path: Path) -> None:
