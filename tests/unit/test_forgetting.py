@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from agent_kit import GRID, Driver, keys_of, window_layout
 
@@ -24,6 +26,7 @@ from kvatlas.core.agent_values import (
 )
 from kvatlas.core.events import UnitsGone
 from kvatlas.core.forgetting import FLOORS_MAX, Floor, Floors, payer_of
+from kvatlas.core.inventory import Inventory
 from kvatlas.core.policy.lru import Lru
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Part, Unit, name_of
@@ -56,6 +59,19 @@ def test_floors_have_a_limit() -> None:
     assert len(floors) == FLOORS_MAX
     assert not floors.forgotten(f"{2:024x}.0")
     assert floors.forgotten(f"{FLOORS_MAX:024x}.0")
+
+
+def test_what_peers_tell_does_not_push_out_whose_it_is_in_the_store() -> None:
+    inventory = Inventory({}, 2, Counter())
+    mine = name_of(b"k" * 16, Part.BODY)
+    inventory.know(Tier.OBJECT, mine, "", ours=True, owner=OLD)
+    for name in (mine, b"1", b"2"):
+        inventory.know(Tier.PEER, name, "n2", ours=False)
+    assert mine not in inventory.known[Tier.PEER]
+    assert inventory.owners == {mine: OLD}
+    for name in (b"1", b"2"):
+        inventory.know(Tier.OBJECT, name, "", ours=False)
+    assert inventory.owners == {}
 
 
 @pytest.mark.parametrize("owner", ["red", "a.b", "x.1", "", f"{TAG}"])

@@ -206,7 +206,9 @@ class Inventory:
             if owner:
                 self.owners[name] = owner
         if len(known) > self._known_max:
-            self.owners.pop(known.popitem(last=False)[0], None)
+            oldest, _ = known.popitem(last=False)
+            if tier is Tier.OBJECT:
+                self.owners.pop(oldest, None)
             self._counts["known_forgotten"] += 1
 
     def unknow(self, tier: Tier, name: bytes, node: str, *, ours: bool) -> None:
