@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import msgspec
 
 FLOORS_MAX = 65_536  # of which the oldest goes: by then its salts are long refused elsewhere
-_TAG_CHARS = 24
+TAG_CHARS = 24  # of a tenant's or session's tag: hex digits
 
 
 class Floor(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -73,12 +73,12 @@ class Floors:
 def payer_of(owner: str) -> str:
     """Whose quota counts for an owner: that of the tenant, over all epochs and sessions."""
     tag, dot, _ = owner.partition(".")
-    return tag if dot and len(tag) == _TAG_CHARS else owner
+    return tag if dot and len(tag) == TAG_CHARS else owner
 
 
 def _read(owner: str) -> tuple[str, int, str]:
     """Tag, epoch and session; no epoch (-1) where this is no owner of that form."""
     tag, _, rest = owner.partition(".")
     epoch, _, session = rest.partition(".")
-    right = len(tag) == _TAG_CHARS and epoch.isascii() and epoch.isdecimal()
+    right = len(tag) == TAG_CHARS and epoch.isascii() and epoch.isdecimal()
     return tag, int(epoch) if right else -1, session

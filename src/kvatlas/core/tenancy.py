@@ -19,13 +19,13 @@ import unicodedata
 
 import msgspec
 
+from kvatlas.core.forgetting import TAG_CHARS
 from kvatlas.core.keys import PUBLIC, Keyring, Scope, salt_scope
 
 NAME_CHARS_MAX = 128
 EPOCH_MAX = (1 << 53) - 1
 PUBLIC_TOKENS_MAX = 99_999_999
 SALT_CHARS_MAX = 128  # vLLM 0.32 takes no longer one
-_TAG_CHARS = 24
 _MAC_CHARS = 32
 _MARK_CHARS = 12
 _PERIODS = 1 << 32
@@ -101,7 +101,7 @@ def tag_of(ring: Keyring, name: str) -> str:
     Raises ValueError for what is no name."""
     if not name:
         return ""
-    return ring.proof(b"tenant\0" + checked_name(name).encode()).hex()[:_TAG_CHARS]
+    return ring.proof(b"tenant\0" + checked_name(name).encode()).hex()[:TAG_CHARS]
 
 
 def session_of(ring: Keyring, tag: str, name: str) -> str:
@@ -109,7 +109,7 @@ def session_of(ring: Keyring, tag: str, name: str) -> str:
     if not name:
         return ""
     text = f"{tag}\0{checked_name(name)}"
-    return ring.proof(b"session\0" + text.encode()).hex()[:_TAG_CHARS]
+    return ring.proof(b"session\0" + text.encode()).hex()[:TAG_CHARS]
 
 
 def epoch_at(epoch: int, rotation_s: float, now: float) -> int:
