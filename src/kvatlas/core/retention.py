@@ -38,7 +38,7 @@ def turns(
 
     ``held``: bytes by tenant in the tier. A fair share is the same part of it for each of them.
     """
-    classes = {t: terms[t].retention for t in held if t in terms}
+    classes = {t: terms[t].retention for t in terms.keys() & held.keys()}
     first = {t for t, kind in classes.items() if kind is Retention.DROP_FIRST}
     kept = {
         t
