@@ -147,11 +147,6 @@ class CachingEngine:
         self.node.tell(words.Detach(self.name))
         return list(self._requests)
 
-    @property
-    def requests(self) -> tuple[str, ...]:
-        """Under way here."""
-        return tuple(self._requests)
-
     def run(self, until: float) -> None:
         """Let it work."""
         while (due := self.core.next_deadline()) is not None and due <= until:

@@ -114,8 +114,7 @@ class Node:
 
     def readable(self, tier: Tier, name: bytes) -> Kept | None:
         """A unit that can be used: of points one whose record is written."""
-        held = self.store.held if tier is Tier.OBJECT and self.store else self.own.get(tier, {})
-        kept = held.get(name)
+        kept = self.held(tier).get(name)
         if kept is None or name[-1] == Part.BODY or tier is Tier.DRAM:
             return kept
         sealed = self.store.sealed if tier is Tier.OBJECT and self.store else self._sealed

@@ -18,11 +18,10 @@ from statistics import fmean
 import msgspec
 
 from kvatlas.core.ahead_copies import Params as AheadParams
-from kvatlas.core.router import Decision
 from kvatlas.report.statistics import interval
 from kvatlas.sim.cluster import ClusterFile, EngineTable, TiersTable, build
-from kvatlas.sim.gateway import Inquiry, Outcome
-from kvatlas.sim.world import World
+from kvatlas.sim.flights import Outcome
+from kvatlas.sim.world import simulate
 from kvatlas.workload.trace import Trace, TraceRequest
 
 AUC_MAX = 0.52
@@ -142,29 +141,16 @@ def story(
     return requests, probes
 
 
-class _Times:
-    """First tokens of a simulated run, by request."""
-
-    def __init__(self) -> None:
-        self.ttft_s: dict[int, float] = {}
-
-    def decided(self, inquiry: Inquiry, decision: Decision) -> None:
-        """See `GatewayWatcher`."""
-
-    def waited(self, gaps_s: Sequence[float], count: int) -> None:
-        """See `GatewayWatcher`."""
-
-    def ended(self, outcome: Outcome) -> None:
-        """See `GatewayWatcher`."""
-        self.ttft_s[int(outcome.id)] = outcome.ttft_s
-
-
 def simulated(case: Case, requests: Sequence[TraceRequest]) -> Mapping[int, float]:
     """Seconds to the first token in the simulator, by index."""
-    times = _Times()
-    world = World(build(case.cluster, lambda place: place), gateway_watchers=(times,))
-    world.play(Trace(case.name, "made", BLOCK_TOKENS, lambda: iter(requests)))
-    return times.ttft_s
+    ttft_s: dict[int, float] = {}
+
+    def ended(outcome: Outcome) -> None:
+        ttft_s[int(outcome.id)] = outcome.ttft_s
+
+    trace = Trace(case.name, "made", BLOCK_TOKENS, lambda: iter(requests))
+    simulate(build(case.cluster, lambda place: place), trace, export=ended)
+    return ttft_s
 
 
 Run = Callable[[Case, Sequence[TraceRequest]], Mapping[int, float]]
