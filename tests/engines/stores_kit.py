@@ -8,6 +8,7 @@ import random
 import re
 import select
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -66,12 +67,14 @@ def start_valkey(directory: Path, *options: str, port: int = 0) -> Server:
 
 class Proxy:
     """Forwards a port until told otherwise: ``stalled`` passes nothing, ``flip`` is asked which
-    byte of a chunk from the server to turn over, ``cut`` closes after so many bytes from it."""
+    byte of a chunk from the server to turn over, ``cut`` closes after so many bytes from it.
+    ``context``: it speaks TLS to those who connect, and none to the server."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, context: ssl.SSLContext | None = None) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._target = target
+        self._context = context
         self.stalled = threading.Event()
         self.flip: Callable[[bytearray], int | None] | None = None
         self.cut: int | None = None
@@ -102,7 +105,12 @@ class Proxy:
 
     def _pump(self, client: socket.socket, server: socket.socket) -> None:
         down = up = 0
-        with client, server, contextlib.suppress(OSError):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            stack.enter_context(server)
+            stack.enter_context(client)
+            if self._context is not None:
+                client.settimeout(WAIT_S)
+                client = stack.enter_context(self._context.wrap_socket(client, server_side=True))
             while not self._ended.is_set():
                 if self.stalled.is_set():
                     self._ended.wait(0.02)

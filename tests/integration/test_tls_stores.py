@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import ssl
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stores_kit import Desk, nothing_left, values, wait_until
+from stores_kit import Desk, Proxy, nothing_left, values, wait_until
 from stores_rigs import PeerRig, ValkeyRig
 from tls_kit import Authority
 
@@ -75,7 +73,8 @@ def test_agents_read_from_each_other_whole_and_small(rig: SecureRig, authority: 
 
 def test_bytes_on_the_way_are_not_those_of_the_value(rig: SecureRig, authority: Authority) -> None:
     seen = bytearray()
-    proxy = _Tap(rig.port, seen)
+    proxy = Proxy(rig.port)
+    proxy.flip = seen.extend  # which turns nothing over
     rig.put(b"n", b"secret of a tenant " * 5000)
     settings = peer.Settings("127.0.0.1", proxy.port, b"secret")
     store = peer.PeerStore(settings, trust=authority.trust("agent", "node1"))
@@ -145,97 +144,16 @@ def test_what_is_not_encrypted_is_not_taken_by_itself(tmp_path: Path) -> None:
 # -- Valkey ---------------------------------------------------------------------------------------
 
 
-class _Pipe:
-    """Passes bytes between those who connect and a port, until it is closed."""
-
-    def __init__(self, target: int) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._target = target
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._socks: list[socket.socket] = []
-        self._threads[0].start()
-
-    def wrapped(self, sock: socket.socket) -> socket.socket:
-        return sock
-
-    def saw(self, data: bytes) -> None: ...
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                came, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                near = self.wrapped(came)
-            except OSError:
-                came.close()
-                continue
-            far = socket.create_connection(("127.0.0.1", self._target))
-            self._socks += [near, far]
-            for one, other in ((near, far), (far, near)):
-                thread = threading.Thread(target=self._pass, args=(one, other), daemon=True)
-                self._threads.append(thread)
-                thread.start()
-
-    def _pass(self, one: socket.socket, other: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while data := one.recv(1 << 16):
-                self.saw(data)
-                other.sendall(data)
-        for sock in (one, other):
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for sock in self._socks:
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(5)
-        for sock in self._socks:
-            sock.close()
-
-
-class _Tap(_Pipe):
-    def __init__(self, target: int, seen: bytearray) -> None:
-        self._seen = seen
-        super().__init__(target)
-
-    def saw(self, data: bytes) -> None:
-        self._seen += data
-
-
-class _TlsFront(_Pipe):
-    """What a Valkey with TLS shows: the binary of the tests is built without it."""
-
-    def __init__(self, target: int, context: ssl.SSLContext) -> None:
-        self._context = context
-        super().__init__(target)
-
-    def wrapped(self, sock: socket.socket) -> socket.socket:
-        sock.settimeout(5)
-        made = self._context.wrap_socket(sock, server_side=True)
-        made.settimeout(None)
-        return made
-
-
-Opened = Callable[[str], valkey.ValkeyStore]
-
-
 @pytest.fixture
-def front(tmp_path: Path, authority: Authority) -> Iterator[_TlsFront]:
+def front(tmp_path: Path, authority: Authority) -> Iterator[Proxy]:
+    """What a Valkey with TLS shows: the binary of the tests is built without it."""
     (tmp_path / "valkey").mkdir()
     rig = ValkeyRig(tmp_path / "valkey")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*issue(authority.folder, "engine", "valkey", ["127.0.0.1"]))
     context.load_verify_locations(authority.ca)
     context.verify_mode = ssl.CERT_REQUIRED
-    made = _TlsFront(rig.port, context)
+    made = Proxy(rig.port, context)
     yield made
     made.close()
     rig.close()
@@ -252,9 +170,7 @@ def _opened(url: str) -> valkey.ValkeyStore:
 
 
 @pytest.mark.parametrize("scheme", ["valkeys", "rediss"])
-def test_values_go_to_a_valkey_over_tls(
-    front: _TlsFront, authority: Authority, scheme: str
-) -> None:
+def test_values_go_to_a_valkey_over_tls(front: Proxy, authority: Authority, scheme: str) -> None:
     cert, key = issue(authority.folder, "agent", "node0", ["127.0.0.1"])
     url = f"{scheme}://127.0.0.1:{front.port}?ca={authority.ca}&cert={cert}&key={key}"
     store = _opened(url)
@@ -267,7 +183,7 @@ def test_values_go_to_a_valkey_over_tls(
 
 
 def test_a_valkey_whose_certificate_is_of_another_is_not_used(
-    front: _TlsFront, authority: Authority, tmp_path: Path
+    front: Proxy, authority: Authority, tmp_path: Path
 ) -> None:
     other = Authority(tmp_path / "other")
     store = _opened(f"valkeys://127.0.0.1:{front.port}?ca={other.ca}&deadline_s=5")
