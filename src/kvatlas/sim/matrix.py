@@ -26,9 +26,8 @@ from kvatlas.core.agent_values import Config
 from kvatlas.core.records import Tier
 from kvatlas.core.router import Policy
 from kvatlas.errors import ConfigError
-from kvatlas.report.latency import Slo, Summary, Timing
+from kvatlas.report.latency import Slo, Summary
 from kvatlas.sim.cluster import Cluster, with_tiers
-from kvatlas.sim.flights import Outcome
 from kvatlas.sim.matrix_money import Prices, dollars
 from kvatlas.sim.report import SimReport
 from kvatlas.sim.tier_plots import moved
@@ -229,17 +228,6 @@ def play(setup: Setup, job: Job) -> Cell:
     """One run. Raises ConfigError and TraceError as `simulate` does."""
     cluster = arranged(setup, job.arrangement, job.prefill)
     times: list[float] = []
-    good_tokens = 0
-
-    def ended(outcome: Outcome) -> None:
-        nonlocal good_tokens
-        if outcome.fault:
-            return
-        times.append(outcome.ttft_s)
-        e2e_s = outcome.ended_at - outcome.arrived_at
-        if setup.slo.met(Timing(outcome.ttft_s, e2e_s, outcome.output_tokens)):
-            good_tokens += outcome.prompt_tokens + outcome.output_tokens
-
     with _no_collector():
         report = simulate(
             cluster,
@@ -247,12 +235,12 @@ def play(setup: Setup, job: Job) -> Cell:
             Play(limit=job.limit, time_scale=job.workload.time_scale),
             seed=job.seed,
             slo=setup.slo,
-            export=ended,
+            export=lambda outcome: None if outcome.fault else times.append(outcome.ttft_s),
         )
     if not report.latency.requests:
         raise ConfigError(f"{job.workload.name}: no requests in it")
     held = _held(report)
-    figures = _figures(report) | dollars(setup.prices, report, good_tokens, held)
+    figures = _figures(report) | dollars(setup.prices, report, held)
     return Cell(
         workload=job.workload.name,
         arrangement=job.arrangement,

@@ -20,15 +20,15 @@ class Prices(msgspec.Struct, frozen=True):
 
 
 def dollars(
-    prices: Prices, report: SimReport, good_tokens: int, held_bytes: Mapping[str, int]
+    prices: Prices, report: SimReport, held_bytes: Mapping[str, int]
 ) -> dict[str, float | None]:
     """Dollars per million tokens, prompt and output together.
 
     Of all that were served, with the whole cluster; with nothing but the time in which engines had
-    work in hand (as if others paid for the rest); and of ``good_tokens``, those of requests that
-    met the objectives, with the whole cluster. ``held_bytes`` is paid for from start to end.
+    work in hand (as if others paid for the rest); and of requests that met the objectives, with the
+    whole cluster. ``held_bytes`` is paid for from start to end.
     """
-    hours = report.latency.duration_s / 3600
+    good, hours = report.tokens.good, report.latency.duration_s / 3600
     room = sum(
         price.dollars(held_bytes.get(tier, 0), report.latency.duration_s)
         for tier, price in prices.room.items()
@@ -40,5 +40,5 @@ def dollars(
     return {
         "dollars_per_million": per_million(whole, served) if served else None,
         "busy_dollars_per_million": per_million(busy, served) if served else None,
-        "good_dollars_per_million": per_million(whole, good_tokens) if good_tokens else None,
+        "good_dollars_per_million": per_million(whole, good) if good else None,
     }

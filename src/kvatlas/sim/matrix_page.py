@@ -43,13 +43,11 @@ def page(
     for workload in workloads:
         of = [row for row in rows if row.workload == workload]
         played = [cell for cell in cells if cell.workload == workload]
-        sections.append(_workload(workload, of, played, curves.get(workload)))
+        sections.append(_workload(workload, of, played, curves[workload]))
     return html_page("Is a shared cache worth it?", sections, subtitle=about)
 
 
-def _workload(
-    workload: str, rows: Sequence[Row], cells: Sequence[Cell], curve: HitCurve | None
-) -> Markup:
+def _workload(workload: str, rows: Sequence[Row], cells: Sequence[Cell], curve: HitCurve) -> Markup:
     runs, met = rows[0].runs, rows[0].figures["attained"]
     note = "One run of each: no interval." if runs == 1 else f"Means over {runs} seeds"
     if runs > 1:
@@ -64,7 +62,7 @@ def _workload(
         _distributions(cells),
         _figures(rows),
         _cost(rows),
-        hit_plot(curve) if curve is not None else Markup(""),
+        hit_plot(curve),
         _tokens(rows),
         flow_plot([(row.title, row.moved_bytes) for row in rows]),
         _moved(rows),

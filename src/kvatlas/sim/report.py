@@ -85,7 +85,8 @@ class TokenUse(msgspec.Struct, frozen=True):
 
     ``hits``: resumed, by the tier that held them; ``recomputed``: computed by the engine that
     answered; ``unserved``: of requests that failed before an engine said what it resumed.
-    ``hit_requests`` resumed at all.
+    ``hit_requests`` resumed at all; ``good``: prompt and output tokens of requests that met the
+    objectives.
     """
 
     prompt: int
@@ -94,6 +95,7 @@ class TokenUse(msgspec.Struct, frozen=True):
     unserved: int
     output: int
     hit_requests: int
+    good: int
 
     @property
     def hit_share(self) -> float:
@@ -186,7 +188,7 @@ class Recorder:
         self._ttft_s, self._tpot_s, self._e2e_s = array("d"), array("d"), array("d")
         self._gaps = Gaps()
         self._good = self._failed = self._retries = self._resumed = 0
-        self._prompt = self._recomputed = self._unserved = self._output = 0
+        self._prompt = self._recomputed = self._unserved = self._output = self._good_tokens = 0
         self._hits = [0] * len(Tier)
         self._reused_s = self._recomputed_s = self._waited_s = 0.0
         self._faults: Counter[str] = Counter()
@@ -250,7 +252,9 @@ class Recorder:
         self._e2e_s.append(e2e_s)
         if (tpot_s := timing.tpot_s) is not None:
             self._tpot_s.append(tpot_s)
-        self._good += self._slo.met(timing)
+        if self._slo.met(timing):
+            self._good += 1
+            self._good_tokens += outcome.prompt_tokens + outcome.output_tokens
         prompt, last = outcome.prompt_tokens, outcome.tried[-1]
         resumed = admitted[last]
         counts = self._of(last)
@@ -309,7 +313,13 @@ class Recorder:
         """Where the prompt tokens came from."""
         hits = {tier.name.lower(): self._hits[tier] for tier in Tier}
         return TokenUse(
-            self._prompt, hits, self._recomputed, self._unserved, self._output, self._resumed
+            self._prompt,
+            hits,
+            self._recomputed,
+            self._unserved,
+            self._output,
+            self._resumed,
+            self._good_tokens,
         )
 
     def seconds_use(self) -> SecondsUse:
