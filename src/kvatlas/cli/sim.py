@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import itertools
 import math
 from array import array
@@ -31,7 +30,7 @@ from kvatlas.sim.hit_curve import hit_curve
 from kvatlas.sim.page import page
 from kvatlas.sim.report import SimReport
 from kvatlas.sim.tier_spec import parse_tiers
-from kvatlas.sim.world import Play, simulate
+from kvatlas.sim.world import Play, no_collector, simulate
 from kvatlas.workload.trace import Trace
 
 SPAN_MAX_S = 10_000_000  # of virtual time: four months
@@ -122,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         if export is not None:
             export(outcome)
 
-    with _export(args.export) as export, bar as on_end, _no_collector():
+    with _export(args.export) as export, bar as on_end, no_collector():
         watch = ended if args.html is not None or export is not None else None
         report = simulate(
             cluster, trace, play, seed=args.seed, slo=slo, export=watch, on_end=on_end
@@ -213,20 +212,6 @@ def _check_turns(args: argparse.Namespace, trace: Trace) -> None:
             f"--closed-loop: {args.trace} names no session with a turn that could wait for the "
             "answer before it: leave the option out, or play a trace with sessions"
         )
-
-
-@contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
-    """A run leaves no reference cycles behind (a test looks), so looking for them is in vain: it
-    takes a tenth of the time. Nor is its world taken apart before the process ends: a twentieth.
-    """
-    gc.unfreeze()  # the world of a run before this one, where a process has several
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ runs of its own, on a seed that is not counted, unless it is given.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import os
@@ -16,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from multiprocessing import get_context, parent_process
 from typing import Literal, NamedTuple
 
@@ -32,7 +31,7 @@ from kvatlas.sim.matrix_money import Prices, dollars
 from kvatlas.sim.report import SimReport
 from kvatlas.sim.tier_plots import moved
 from kvatlas.sim.tier_spec import TierSpec
-from kvatlas.sim.world import Play, simulate
+from kvatlas.sim.world import Play, no_collector, simulate
 from kvatlas.workload.families import Family, generate
 from kvatlas.workload.step_time import StepTime
 from kvatlas.workload.trace import Trace
@@ -228,7 +227,7 @@ def play(setup: Setup, job: Job) -> Cell:
     """One run. Raises ConfigError and TraceError as `simulate` does."""
     cluster = arranged(setup, job.arrangement, job.prefill)
     times: list[float] = []
-    with _no_collector():
+    with no_collector():
         report = simulate(
             cluster,
             job.workload.make(job.seed),
@@ -258,18 +257,6 @@ def play(setup: Setup, job: Job) -> Cell:
         paths=_paths(cluster, report),
         ttft_s=_thinned(sorted(times)),
     )
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """A run leaves no reference cycles behind (a test looks), so looking for them is in vain: it
-    takes a tenth of the time. Its world is one when it is over."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.collect()
 
 
 def _held(report: SimReport) -> dict[str, int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -214,6 +216,22 @@ def _inquiry(
         output = min(output, play.max_output_tokens)
     tokens = prompt_tokens(request, block_tokens)
     return Inquiry(str(request.index), tokens, output, request.scope, origin=origin)
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    """For one run: it leaves no reference cycles behind (a test looks), so looking for them is in
+    vain: it takes a tenth of the time. Nor is its world, which is one in the end, taken apart
+    before the next run or with the process: a twentieth."""
+    if gc.get_freeze_count():
+        gc.unfreeze()
+        gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def simulate(
