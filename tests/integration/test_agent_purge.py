@@ -23,7 +23,7 @@ from kvatlas.core.tenancy import TenantSalt, salt_of, tag_of
 from kvatlas.dataplane.keystore import FileKeys
 from kvatlas.dataplane.tiers import valkey
 from kvatlas.service import agent_wire as wire
-from kvatlas.service.agent_pulls import PROOF
+from kvatlas.service.agent_orders import PROOF, signed
 from kvatlas.service.agent_purge import PURGE, Gone, Order, Purged
 from kvatlas.validate.exactness_tiers import AgentProcess
 
@@ -87,7 +87,7 @@ class Node(AgentProcess):
         erase: tuple[str, ...] = (),
     ) -> dict[str, Gone]:
         life = life or str(self.wait(lambda _: True)["arena"])
-        body, proof = Order(life, floors, store=store, erase=erase).signed(ring)
+        body, proof = signed(ring, PURGE, Order(life, floors, store=store, erase=erase))
         ask = urllib.request.Request(self.url + PURGE, body, {PROOF: proof})
         with urllib.request.urlopen(ask, timeout=25) as answer:
             told = msgspec.json.decode(answer.read(), type=Purged)

@@ -18,7 +18,8 @@ from kvatlas.core.forgetting import Floor
 from kvatlas.core.keys import Keyring
 from kvatlas.core.tenancy import Chain, TenantSalt, mark_of, prefix_digest, salt_of, sharing_of
 from kvatlas.service.agent_front import DESCRIPTION, AgentDescription
-from kvatlas.service.agent_pulls import PROOF, PULL, Brought, Wanted
+from kvatlas.service.agent_orders import PROOF, signed
+from kvatlas.service.agent_pulls import PULL, Brought, Wanted
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.tenancy import Teller
 from kvatlas.service.tenant_limits import LIMITS, Limits
@@ -87,10 +88,12 @@ def test_an_agent_that_wants_tenants_keeps_nothing_of_others(node: Make) -> None
     assert load(agent, salt(RED), PROMPT) == 6 * GRID
 
 
-def limits(agent: Node, ring: Keyring = RING, life: str = "", **quotas: int) -> int:
-    """Told as a gateway tells it; the status of the answer."""
+def limits(
+    agent: Node, ring: Keyring = RING, life: str = "", path: str = LIMITS, **quotas: int
+) -> int:
+    """Told as a gateway tells it, with a proof for ``path``; the status of the answer."""
     life = life or str(agent.wait(lambda _: True)["arena"])
-    body, proof = Limits(life, {RED: quotas} if quotas else {}).signed(ring)
+    body, proof = signed(ring, path, Limits(life, {RED: quotas} if quotas else {}))
     ask = urllib.request.Request(agent.url + LIMITS, body, {PROOF: proof})
     try:
         with urllib.request.urlopen(ask, timeout=25) as answer:
@@ -110,6 +113,7 @@ def test_a_quota_is_told_by_who_has_the_secret_and_holds(node: Make) -> None:
     assert load(agent, salt(BLUE, public=0), PROMPT) == 6 * GRID
     assert limits(agent, Keyring(b"another secret than theirs"), dram=1) == 403
     assert limits(agent, life="an earlier one", dram=1) == 409
+    assert limits(agent, path=PULL) == 403  # what was signed for another page ends no limit
     assert limits(agent, hbm=1) == 200
     assert limits(agent, nowhere=1) == 400
     assert limits(agent) == 200  # no limits any more
@@ -176,7 +180,7 @@ def test_what_a_gateway_has_copied_ahead_is_the_tenants(node: Make) -> None:
         keys = tuple(chain.extend(PROMPT))
 
         def brought() -> Brought:
-            body, proof = Wanted(life, "", keys, sharing.scope.owner).signed(RING)
+            body, proof = signed(RING, PULL, Wanted(life, "", keys, sharing.scope.owner))
             ask = urllib.request.Request(agent.url + PULL, body, {PROOF: proof})
             with urllib.request.urlopen(ask, timeout=25) as answer:
                 return msgspec.json.decode(answer.read(), type=Brought)

@@ -14,7 +14,8 @@ from kvatlas.core.dispatch import Reset, Settle
 from kvatlas.core.keys import Keyring
 from kvatlas.core.records import Publisher
 from kvatlas.errors import EngineError
-from kvatlas.service.agent_pulls import PROOF, PULL, Brought, Wanted
+from kvatlas.service.agent_orders import PROOF
+from kvatlas.service.agent_pulls import PULL, Brought, Wanted
 from kvatlas.service.agents import Agents
 from kvatlas.service.ahead import CopiesAhead
 from kvatlas.service.http import Request
@@ -68,7 +69,8 @@ class Desk:
 
     async def _serve(self, request: Request, reply: Reply) -> None:
         assert (request.method, request.path) == ("POST", PULL)
-        assert request.header(PROOF) == self.ring.proof(request.body).hex()
+        said = PULL.encode() + b"\0" + request.body
+        assert request.header(PROOF) == self.ring.proof(said).hex()
         wanted = msgspec.msgpack.decode(request.body, type=Wanted)
         self.got.append(wanted)
         answer = self.answer(wanted)

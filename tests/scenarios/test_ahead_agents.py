@@ -17,7 +17,8 @@ from kvatlas.config import AgentConfig, RouterConfig
 from kvatlas.connectors.child import free_ports
 from kvatlas.core.ahead_copies import Params
 from kvatlas.errors import EngineError
-from kvatlas.service.agent_pulls import PROOF, PULL, Wanted
+from kvatlas.service.agent_orders import PROOF, signed
+from kvatlas.service.agent_pulls import PULL, Wanted
 from kvatlas.validate.exactness_tiers import AgentProcess
 
 GRID = 16
@@ -163,16 +164,15 @@ async def test_an_agent_without_an_engine_refuses_and_nobody_notices(stage: Stag
 
 async def test_nobody_without_the_secret_moves_bytes(stage: Stage) -> None:
     url = stage.nodes.urls[1] + PULL
-    body = Wanted("a life", "m", (b"k" * 16,)).signed
+    wanted = Wanted("a life", "m", (b"k" * 16,))
     ring = stage.product.assembly._keyring
+    body, proof = signed(ring, PULL, wanted)
     for headers, status in (
         ([], 403),
         ([(PROOF.encode(), b"00" * 32)], 403),
-        ([(PROOF.encode(), body(ring)[1].encode())], 409),
+        ([(PROOF.encode(), proof.encode())], 409),
     ):
-        answer = await stage.product.client.request(
-            "POST", url, headers=headers, body=body(ring)[0]
-        )
+        answer = await stage.product.client.request("POST", url, headers=headers, body=body)
         assert answer.status == status
     with pytest.raises(EngineError):
         stage.product.assembly.agents.serving(

@@ -22,8 +22,8 @@ from kvatlas.dataplane import records
 from kvatlas.dataplane.tiers.base import Report
 from kvatlas.errors import ConfigError, EngineError, RequestError
 from kvatlas.service.agent_front import AgentDescription
-from kvatlas.service.agent_pulls import PROOF
-from kvatlas.service.agent_purge import Gone, Order, Purged, Purges, _Meant
+from kvatlas.service.agent_orders import PROOF
+from kvatlas.service.agent_purge import PURGE, Gone, Order, Purged, Purges, _Meant
 from kvatlas.service.agents import Agents, Node
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.purge import Purger, Wanted
@@ -61,7 +61,8 @@ class FakeAgents:
         name = url.split("/")[2]
         order = msgspec.msgpack.decode(more["body"], type=Order)
         told = self.nodes[name].told
-        assert (PROOF.encode(), RING.proof(more["body"]).hex().encode()) in more["headers"]
+        proof = RING.proof(PURGE.encode() + b"\0" + more["body"]).hex()
+        assert (PROOF.encode(), proof.encode()) in more["headers"]
         assert told is not None
         assert told.life == order.life
         self.orders.append((name, order))

@@ -1,14 +1,12 @@
 """What a gateway asks of a node's agent ahead of need: bring a prompt to this node's dram.
 
-One POST is one copy. It is answered when the copy is over; who leaves before calls it off. The
-gateway proves that it has the secret, and names this life of the agent, so that nobody else, and
-nothing old, can make a node move bytes.
+One POST is one copy (`service.agent_orders`). It is answered when the copy is over; who leaves
+before calls it off.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 
 import msgspec
 
@@ -17,11 +15,11 @@ from kvatlas.core.keys import Keyring
 from kvatlas.core.records import Tier
 from kvatlas.service import agent_wire as wire
 from kvatlas.service.agent_errands import Errands
+from kvatlas.service.agent_orders import ordered
 from kvatlas.service.http import Request, envelope
 from kvatlas.service.http_reply import JSON, Reply
 
 PULL = "/kvatlas/pull"
-PROOF = "x-kvatlas-proof"
 PULLS_MAX = 64
 _LOOK_S = 0.02  # between looks at whether it is over
 
@@ -34,11 +32,6 @@ class Wanted(msgspec.Struct, frozen=True):
     model: str
     keys: tuple[bytes, ...]
     scope: str = ""
-
-    def signed(self, ring: Keyring) -> tuple[bytes, str]:
-        """The body, and the header that proves who wrote it."""
-        body = msgspec.msgpack.encode(self)
-        return body, ring.proof(body).hex()
 
 
 class Brought(msgspec.Struct, frozen=True):
@@ -76,17 +69,8 @@ class Pulls:
 
     def _wanted(self, request: Request) -> Wanted | tuple[int, str]:
         """What is asked for, or why it is not done."""
-        proof = self._ring.proof(request.body).hex()
-        if not hmac.compare_digest(request.header(PROOF).encode(), proof.encode()):
-            why = "give gateway and agents the same keys.secret_file"
-            return 403, f"whoever asked has another secret than this agent: {why}"
-        try:
-            wanted = msgspec.msgpack.decode(request.body, type=Wanted)
-        except msgspec.MsgspecError as error:
-            return 400, f"not what a gateway of this version asks: {error}"
-        if wanted.life != self._life:
-            return 409, "this was asked of an agent that is no more: another life began here"
-        if self._open >= PULLS_MAX:
+        wanted = ordered(self._ring, request, Wanted, self._life)
+        if isinstance(wanted, Wanted) and self._open >= PULLS_MAX:
             return 503, f"{PULLS_MAX} copies are under way here"
         return wanted
 

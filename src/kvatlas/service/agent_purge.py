@@ -1,14 +1,13 @@
 """A node forgets, and shows that it has: what was held is counted, dropped, and looked for again.
 
-One POST is one order. It is carried out in the machine first, so that nothing comes back; then the
-bytes go; then every medium is looked through for what is left. A gateway proves that it has the
-secret, as for copies (`service.agent_pulls`). Ordered again it does no harm.
+One POST is one order (`service.agent_orders`). It is carried out in the machine first, so that
+nothing comes back; then the bytes go; then every medium is looked through for what is left. Ordered
+again it does no harm.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from kvatlas.dataplane.keystore import FileKeys
 from kvatlas.dataplane.tiers.base import Entry, Report, Shared, Store
 from kvatlas.errors import StoreError
 from kvatlas.service.agent_driver import Driver
-from kvatlas.service.agent_pulls import PROOF
+from kvatlas.service.agent_orders import ordered
 from kvatlas.service.http import Request, envelope
 from kvatlas.service.http_reply import JSON, Reply
 
@@ -51,11 +50,6 @@ class Order(msgspec.Struct, frozen=True):
     keys: tuple[bytes, ...] = ()
     store: bool = False
     erase: tuple[str, ...] = ()
-
-    def signed(self, ring: Keyring) -> tuple[bytes, str]:
-        """The body, and the header that proves who wrote it."""
-        body = msgspec.msgpack.encode(self)
-        return body, ring.proof(body).hex()
 
 
 class Gone(msgspec.Struct, frozen=True):
@@ -129,17 +123,11 @@ class Purges:
 
     def _order(self, request: Request) -> Order | tuple[int, str]:
         """What is ordered, or why it is not done."""
-        proof = self._ring.proof(request.body).hex()
-        if not hmac.compare_digest(request.header(PROOF).encode(), proof.encode()):
-            self.counts["purges_refused"] += 1
-            why = "give gateway and agents the same keys.secret_file"
-            return 403, f"whoever ordered this has another secret than this agent: {why}"
-        try:
-            order = msgspec.msgpack.decode(request.body, type=Order)
-        except msgspec.MsgspecError as error:
-            return 400, f"not what a gateway of this version orders: {error}"
-        if order.life != self._life:
-            return 409, "this was ordered of an agent that is no more: another life began here"
+        order = ordered(self._ring, request, Order, self._life)
+        if isinstance(order, tuple):
+            if order[0] == 403:
+                self.counts["purges_refused"] += 1
+            return order
         if len(order.floors) > FLOORS_MAX or len(order.keys) > KEYS_MAX:
             return 400, f"at most {FLOORS_MAX} floors and {KEYS_MAX} keys in one order"
         if any(len(key) != KEY_BYTES for key in order.keys):

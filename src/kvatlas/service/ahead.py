@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 
-import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvatlas.core.ahead import Ahead
@@ -20,10 +19,10 @@ from kvatlas.core.dispatch import Dispatcher, Input
 from kvatlas.core.keys import Keyring
 from kvatlas.core.router import Decision
 from kvatlas.errors import EngineError
-from kvatlas.service.agent_pulls import PROOF, PULL, Brought, Wanted
+from kvatlas.service.agent_orders import ask
+from kvatlas.service.agent_pulls import PULL, Brought, Wanted
 from kvatlas.service.agents import Agents
 from kvatlas.service.http_client import HttpClient
-from kvatlas.service.probe import ANSWER_BYTES_MAX
 
 log = logging.getLogger(__name__)
 
@@ -112,22 +111,11 @@ class CopiesAhead:
         facts = self._dispatcher.facts(order.engine)
         root = self._keyring.root(facts[1]).hex() if facts is not None else ""
         url, life, model = self.agents.serving(order.agent, root)
-        body, proof = Wanted(life, model, order.keys, order.scope.owner).signed(self._keyring)
-        answer = await self._client.request(
-            "POST",
-            url + PULL,
-            headers=[(PROOF.encode(), proof.encode())],
-            body=body,
-            timeout_s=max(0.1, order.until - self._clock()),
-            size_max=ANSWER_BYTES_MAX,
+        wanted = Wanted(life, model, order.keys, order.scope.owner)
+        left_s = max(0.1, order.until - self._clock())
+        return await ask(
+            self._client, self._keyring, url, PULL, wanted, kind=Brought, timeout_s=left_s
         )
-        if answer.status != 200:
-            said = answer.body[:500].decode(errors="replace")
-            raise EngineError(f"{url}{PULL}: status {answer.status}: {said}")
-        try:
-            return msgspec.json.decode(answer.body, type=Brought)
-        except msgspec.MsgspecError as error:
-            raise EngineError(f"{url}{PULL}: no answer of an agent: {error}") from error
 
     # -- for people -----------------------------------------------------------------------------
 

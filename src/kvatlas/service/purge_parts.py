@@ -14,7 +14,7 @@ from kvatlas.core.forgetting import Floor
 from kvatlas.core.keys import Keyring
 from kvatlas.core.tenancy import TenantSalt
 from kvatlas.errors import EngineError, RequestError
-from kvatlas.service.agent_pulls import PROOF
+from kvatlas.service.agent_orders import ask
 from kvatlas.service.agent_purge import PURGE, Gone, Order, Purged
 from kvatlas.service.agents import Node
 from kvatlas.service.decision_log import DecisionLog
@@ -131,23 +131,8 @@ async def order_agent(
     """Ask one agent. Raises EngineError where it does not do it."""
     assert node.told is not None, "asked only while it is up"
     order = Order(node.told.life, tuple(floors), tuple(keys), store, tuple(erase))
-    body, proof = order.signed(ring)
-    url = node.config.url.rstrip("/") + PURGE
-    answer = await client.request(
-        "POST",
-        url,
-        headers=[(PROOF.encode(), proof.encode())],
-        body=body,
-        timeout_s=AGENT_S,
-        size_max=ANSWER_BYTES_MAX,
-    )
-    if answer.status != 200:
-        said = answer.body[:300].decode(errors="replace")
-        raise EngineError(f"{url}: status {answer.status}: {said}")
-    try:
-        return msgspec.json.decode(answer.body, type=Purged).gone
-    except msgspec.MsgspecError as error:
-        raise EngineError(f"{url}: no answer of an agent: {error}") from error
+    told = await ask(client, ring, node.config.url, PURGE, order, kind=Purged, timeout_s=AGENT_S)
+    return told.gone
 
 
 async def of_engine(engine: Engine, *, reset: bool, rotated: bool) -> Gone:

@@ -13,11 +13,10 @@ from kvatlas.config import Config
 from kvatlas.config_tenants import TenantsFile
 from kvatlas.core.keys import Keyring
 from kvatlas.errors import EngineError, RequestError
-from kvatlas.service.agent_pulls import PROOF
+from kvatlas.service.agent_orders import ask
 from kvatlas.service.agents import Agents
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.isolation import paths_for
-from kvatlas.service.probe import ANSWER_BYTES_MAX
 from kvatlas.service.public_prefixes import PublicPrefixes
 from kvatlas.service.purge import PAGE, Purger
 from kvatlas.service.salts import Salts
@@ -133,23 +132,17 @@ class Teller:
             if self._told.get(name) == limits or (wanted == Limits() and name not in self._told):
                 continue
             try:
-                await self._ask(node.config.url.rstrip("/") + LIMITS, limits)
+                await ask(
+                    self._client,
+                    self._ring,
+                    node.config.url,
+                    LIMITS,
+                    limits,
+                    kind=dict[str, int],
+                    timeout_s=_TIMEOUT_S,
+                )
             except EngineError as error:
                 self.problems[name] = str(error)
             else:
                 self._told[name] = limits
                 self.problems.pop(name, None)
-
-    async def _ask(self, url: str, limits: Limits) -> None:
-        body, proof = limits.signed(self._ring)
-        answer = await self._client.request(
-            "POST",
-            url,
-            headers=[(PROOF.encode(), proof.encode())],
-            body=body,
-            timeout_s=_TIMEOUT_S,
-            size_max=ANSWER_BYTES_MAX,
-        )
-        if answer.status != 200:
-            said = answer.body[:500].decode(errors="replace")
-            raise EngineError(f"{url}: status {answer.status}: {said}")

@@ -1,12 +1,11 @@
 """What tenants may hold on each node: told to the agents by gateways, from the operator's file.
 
 The file is what lasts. A gateway tells each agent all of it, once per life of the agent and again
-when it has changed; who tells it has the secret, as for copies (`service.agent_pulls`).
+when it has changed; who tells it has the secret, as for all orders (`service.agent_orders`).
 """
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -17,7 +16,7 @@ from kvatlas.core.keys import Keyring
 from kvatlas.core.records import Tier
 from kvatlas.core.retention import Terms
 from kvatlas.core.tenancy import tag_of
-from kvatlas.service.agent_pulls import PROOF
+from kvatlas.service.agent_orders import ordered
 from kvatlas.service.http import Request, envelope
 from kvatlas.service.http_reply import JSON, Reply
 
@@ -31,11 +30,6 @@ class Limits(msgspec.Struct, frozen=True):
     life: str = ""
     quota_bytes: dict[str, dict[str, int]] = {}
     terms: dict[str, Terms] = {}
-
-    def signed(self, ring: Keyring) -> tuple[bytes, str]:
-        """The body, and the header that proves who wrote it."""
-        body = msgspec.msgpack.encode(self)
-        return body, ring.proof(body).hex()
 
 
 def limits_of(ring: Keyring, file: TenantsFile) -> Limits:
@@ -69,16 +63,13 @@ class Limited:
             reply.send_json(200, {"tenants": self.count})
 
     def _take(self, request: Request) -> tuple[int, str]:
-        proof = self._ring.proof(request.body).hex()
-        if not hmac.compare_digest(request.header(PROOF).encode(), proof.encode()):
-            return 403, "whoever asked has another secret than this agent (keys.secret_file)"
+        told = ordered(self._ring, request, Limits, self._life)
+        if isinstance(told, tuple):
+            return told
         try:
-            told = msgspec.msgpack.decode(request.body, type=Limits)
             wanted = _by_tier(told.quota_bytes)
-        except (msgspec.MsgspecError, KeyError) as error:
-            return 400, f"not what a gateway of this version says: {error}"
-        if told.life != self._life:
-            return 409, "this was told to an agent that is no more: another life began here"
+        except KeyError as error:
+            return 400, f"not what a gateway of this version says: no tier {error}"
         count = len(told.quota_bytes.keys() | told.terms.keys())
         if count > TENANTS_MAX:
             return 413, f"limits of more than {TENANTS_MAX} tenants"
