@@ -113,11 +113,12 @@ def main() -> int:
 
     everything = PROMPTS * TOKENS
     with tempfile.TemporaryDirectory() as scratch:
-        plain, node = (Node(Path(scratch) / name, sealed=name == "sealed") for name in _NAMES)
+        plain = Node(Path(scratch) / "plain", sealed=False)
         plain.save()
         count = plain.in_the_clear()
         say(count == len(plain.written), f"not sealed: {count} values are found on the disk")
 
+        node = Node(Path(scratch) / "sealed", sealed=True)
         print("    ", keys("init", node.keys))
         node.save()
         count = node.in_the_clear()
@@ -139,8 +140,6 @@ def main() -> int:
     print("all as it should be" if not wrong else f"{wrong} things are not as they should be")
     return bool(wrong)
 
-
-_NAMES = ("plain", "sealed")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -80,9 +80,8 @@ async def show(folder: Path, engine: str) -> int:
     await gateway.start()
     client = Client(gateway.port)
     red, blue = KEYS["red"], KEYS["blue"]
-    stolen = salt_of(
-        Keyring(SECRET.encode()), TenantSalt(tag_of(Keyring(SECRET.encode()), "red"), 0)
-    )
+    ring = Keyring(SECRET.encode())
+    stolen = salt_of(ring, TenantSalt(tag_of(ring, "red"), 0))
     try:
         await client.expect("nobody", await client.ask(""), 401, hits=False)
         await client.expect("a forged key", await client.ask(red + "x"), 401, hits=False)

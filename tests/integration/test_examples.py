@@ -6,14 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 90.0  # a third of a minute where nothing else runs
 
 
-def run(name: str, *options: str) -> str:
+def run(name: str, *options: str, limit_s: float = LIMIT_S) -> str:
     """What it prints."""
     command = [sys.executable, str(EXAMPLES / name), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -33,3 +35,16 @@ def test_tenants_hit_their_own_and_nothing_else() -> None:
     told = run("tenants.py")
     assert told.count("ok   ") == 9
     assert told.endswith("all as it should be\n")
+
+
+def test_parts_know_each_other_by_certificates_and_refuse_strangers() -> None:
+    told = run("mtls.py", limit_s=2 * LIMIT_S)
+    assert told.count("ok   ") == 10
+    assert told.endswith("all as it should be\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "few"), [("tenant_isolation.py", "1500"), ("timing_probe.py", "4")]
+)
+def test_no_tenant_gets_or_learns_anothers(name: str, few: str) -> None:
+    run(name, few)
