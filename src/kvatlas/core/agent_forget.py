@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from kvatlas.core.agent_ends import Ends
@@ -55,9 +56,11 @@ def under_way(node: Node, event: Forget) -> int:
 
 
 def meant_by(event: Forget) -> Callable[[str], bool]:
-    """Whether units of an owner are meant."""
+    """Whether units of an owner are meant. Owners are few: each is looked at once, however many
+    units it has."""
     floors = Floors(event.floors)
 
+    @functools.cache
     def meant(owner: str) -> bool:
         whole = bool(event.tenant) and event.tenant in (owner, payer_of(owner))
         return whole or floors.forgotten(owner)
