@@ -19,6 +19,7 @@ from kvatlas.service.gateway import Gateway
 from kvatlas.service.http_client import HttpClient, Response
 from kvatlas.service.steer import Health, Inbound
 from kvatlas.service.tls import Outgoing, from_outside
+from kvatlas.service.trust_metrics import trust_problems
 
 
 class Quiet:
@@ -162,6 +163,13 @@ async def test_tokens_open_pages_until_their_line_is_gone(opened: Open, tmp_path
     (tmp_path / "tokens").write_text("# operators\n")
     now[0] += 2
     assert (await desk.ask("/kvatlas/directory", token=token)).status == 401
+    assert trust_problems(guard, None)["admin_tokens"] == {}
+    (tmp_path / "tokens").write_text("no line of a token\n")
+    now[0] += 2
+    assert "tokens:1: NAME RIGHT SHA256" in trust_problems(guard, None)["admin_tokens"]["file"]
+    (tmp_path / "tokens").write_text(line)
+    now[0] += 2
+    assert trust_problems(guard, None)["admin_tokens"] == {}
 
 
 async def test_without_admin_and_tls_pages_are_as_they_were(opened: Open) -> None:

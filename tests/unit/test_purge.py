@@ -248,6 +248,17 @@ def test_new_lives_of_agents_are_told_all_floors_once(rig: Rig) -> None:
     assert rig.agents.orders[-1][1].floors == (Floor(RED, 2 << 32),)
 
 
+def test_a_new_life_that_has_not_taken_the_floors_is_told_of(rig: Rig) -> None:
+    rig.purge()
+    rig.agents.come("one", life="2")
+    rig.agents.left = 1
+    rig.look()
+    assert "something is left: dram" in rig.purger.problems()["purges at one"]
+    rig.agents.left = 0
+    rig.look()
+    assert rig.purger.problems() == {}
+
+
 def test_what_is_left_somewhere_keeps_it_open(rig: Rig) -> None:
     rig.agents.left = 1
     receipt = rig.purge()

@@ -49,12 +49,18 @@ class Guard:
         self._looked_s = clock()
         self._stamp = (0, 0, 0)
         self._tokens: dict[str, tuple[str, Right]] = {}
+        self._error = ""  # of a file of tokens that changed and cannot be used
         self._read()
 
     @property
     def open(self) -> bool:
         """Is everybody let in?"""
         return self._open
+
+    def problem(self) -> str:
+        """Why the file of tokens as it is now is not what counts; "" where it is."""
+        self._look()
+        return self._error
 
     def admit(self, request: Request, need: Right, *, parts: tuple[str, ...] = ()) -> str:
         """Who asks, where he may: one of ``parts`` by its certificate, or who has the right.
@@ -126,9 +132,12 @@ class Guard:
         self._looked_s = now
         try:
             self._read()
+            self._error = ""
         except ConfigError as error:
             self.counts["reload_failed"] += 1
-            log.error("tokens not taken up: %s", error)
+            if str(error) != self._error:
+                log.error("tokens not taken up: %s", error)
+            self._error = str(error)
 
     def _read(self) -> None:
         if self._path is None:

@@ -89,6 +89,7 @@ class Purger:
         self._poll_s = poll_s
         self._clock = clock
         self._told: dict[str, tuple[str, int]] = {}  # agent → life, and how many floors it has
+        self._behind: dict[str, str] = {}  # agents that are there and have not all floors → why
         self._count = len(self.floors)
         self._file: TenantsFile | None = None  # whose epochs are among the floors
         self._again: dict[str, tuple[float, float]] = {}  # purge → when, and how long after that
@@ -114,8 +115,8 @@ class Purger:
         return session
 
     def problems(self) -> dict[str, str]:
-        """For /health: purges that are not complete, and who is missing."""
-        return {
+        """For /health: purges that are not complete and who is missing, agents not told of them."""
+        return {f"purges at {name}": why for name, why in self._behind.items()} | {
             f"purge {receipt.id}": "; ".join(f"{who}: {why}" for who, why in missing.items())
             for receipt in self.receipts
             if not receipt.complete and (missing := receipt.missing())
@@ -323,11 +324,16 @@ class Purger:
                 self._again[receipt.id] = now_s + pause_s, min(2 * pause_s, AGAIN_S_MAX)
                 if (await self._carry_on(receipt)).complete:
                     del self._again[receipt.id]
+        self._behind = {name: why for name, why in self._behind.items() if name in nodes}
         for name, node in nodes.items():
             now = node.told.life if node.told else "", self._count
-            behind = len(self.floors) and self._told.get(name) != now
-            if behind and await self._tell(node):
-                self._told[name] = now
+            if len(self.floors) and self._told.get(name) != now:
+                why = await self._tell(node)
+                if why:
+                    self._behind[name] = why
+                else:
+                    self._told[name] = now
+                    self._behind.pop(name, None)
 
     def _raise(self, file: TenantsFile) -> None:
         for tenant in file.tenant:
@@ -335,16 +341,15 @@ class Purger:
                 floor = Floor(tag_of(self._ring, tenant.name), epoch_at(tenant.epoch, 0.0, 0.0))
                 self._count += self.floors.put(floor)
 
-    async def _tell(self, node: Node) -> bool:
-        """All floors that there are; no keys are dropped for it."""
+    async def _tell(self, node: Node) -> str:
+        """All floors that there are; no keys are dropped for it. Why it has not done it, or ""."""
         try:
             gone = await order_agent(
                 self._client, self._ring, node, floors=self.floors.all(), keys=(), store=False
             )
         except EngineError as error:
-            log.info("%s: not told what was purged: %s", node.config.name, error)
-            return False
-        return all(each.done for each in gone)
+            return str(error)
+        return ", ".join(f"something is left: {each.part}" for each in gone if not each.done)
 
 
 def _somebody_is_back(receipt: Receipt, nodes: dict[str, Node]) -> bool:

@@ -62,7 +62,7 @@ class TrustMetrics(Collector):
 def trust_problems(
     guard: Guard, trust: Trust | None, wall: Callable[[], float] = time.time
 ) -> Problems:
-    """What is wrong with certificates and the audit log, for people."""
+    """What is wrong with certificates, tokens and the audit log, for people."""
     certificate: dict[str, str] = {}
     if trust is not None:
         if trust.life.share_left(wall()) < EXPIRES_SHARE:
@@ -72,5 +72,6 @@ def trust_problems(
             certificate["reload"] = trust.error
     audit = guard.audit
     failed = {"file": audit.error} if audit is not None and audit.error else {}
-    problems: Problems = {"certificate": certificate, "audit_log": failed}
-    return problems
+    told = guard.problem()
+    tokens = {"file": told} if told else {}
+    return {"certificate": certificate, "admin_tokens": tokens, "audit_log": failed}
