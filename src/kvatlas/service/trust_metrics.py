@@ -74,4 +74,5 @@ def trust_problems(
     failed = {"file": audit.error} if audit is not None and audit.error else {}
     told = guard.problem()
     tokens = {"file": told} if told else {}
-    return {"certificate": certificate, "admin_tokens": tokens, "audit_log": failed}
+    problems: Problems = {"certificate": certificate, "admin_tokens": tokens, "audit_log": failed}
+    return problems
