@@ -380,14 +380,11 @@ class Ends:
     def _found(self, event: Found) -> None:
         """A catalogue says what is there: what is whole is taken over, the rest is garbage."""
         node = self._node
-        sealed = set(event.sealed)
+        sealed, forgotten = set(event.sealed), node.floors.forgotten(event.tenant)
         garbage: list[bytes] = []
         for unit in event.units:
             point = unit.part is Part.POINT
-            if point and unit.key not in sealed:
-                garbage.append(unit.name)
-                continue
-            if node.floors.forgotten(event.tenant):
+            if forgotten or (point and unit.key not in sealed):
                 garbage.append(unit.name)
                 continue
             facts = Facts(unit.size_bytes, None, unit.index)
