@@ -142,7 +142,7 @@ async def test_what_cannot_be_made_into_tokens_is_not_public_and_flagged(tmp_pat
     assert "endpoint_failed" in prefixes.problems["a"]
     assert prefixes.longest(ids) == Public()
     answers.clear()
-    await prefixes.refresh(again=True)
+    await prefixes.refresh()
     assert prefixes.problems == {}
     assert prefixes.longest(ids).tokens == 32
     path.write_text("[[public]]\nname = 1\n")
@@ -152,6 +152,23 @@ async def test_what_cannot_be_made_into_tokens_is_not_public_and_flagged(tmp_pat
     path.write_text("")
     await prefixes.refresh()
     assert prefixes.longest(ids) == Public()
+
+
+async def test_what_is_at_fault_for_good_is_not_tokenized_again(tmp_path: Path) -> None:
+    asked = []
+
+    async def counted(path: str, body: Mapping[str, Any]) -> Prompt:
+        asked.append(path)
+        return Prompt(tokens=bytes(64))  # whatever it is asked: all prompts begin so
+
+    path = policy(tmp_path, '[[public]]\nname = "a"\ntext = "a"\n', a="x" * 40)
+    prefixes = PublicPrefixes(path, counted)
+    await prefixes.refresh()
+    assert "every prompt begins with it" in prefixes.problems["a"]
+    count = len(asked)
+    await prefixes.refresh()
+    assert len(asked) == count
+    assert "every prompt begins with it" in prefixes.problems["a"]
 
 
 async def test_prompts_of_a_batch_are_public_as_far_as_all_of_them(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class PublicPrefixes:
         self._path = path
         self._to_tokens = to_tokens
         self._seen: object = None
+        self._again = False  # what has not changed may come to something else by now
         self._policy = Policy()
         self._bodies: dict[str, tuple[str, dict[str, Any]]] = {}
         self._closed: dict[int, set[bytes]] = {}  # tokens → digests; all that is before is, too
@@ -89,23 +90,25 @@ class PublicPrefixes:
         files = [e.text or e.messages for e in self._policy.public if e.text or e.messages]
         return stamp_of(self._path), *(stamp_of(folder / name) for name in files)
 
-    async def refresh(self, *, again: bool = False) -> None:
-        """Reads and tokenizes what has changed; ``again``: also what has not, because somebody can
-        make tokens now. What cannot be used is not public, and flagged."""
+    async def refresh(self) -> None:
+        """Reads and tokenizes what has changed, and what nobody could make tokens of. What cannot
+        be used is not public, and flagged."""
         try:
             seen = self._stamp()
-            if seen == self._seen and not again:
+            if seen == self._seen and not self._again:
                 return
             if seen != self._seen:
                 self._read()
                 seen = self._stamp()
         except ConfigError as error:
-            self.problems = {"file": str(error)}
+            self.problems, self._again = {"file": str(error)}, True
             return
-        await self._tokenize()
+        self._again = not await self._tokenize()
         self._seen = seen
 
-    async def _tokenize(self) -> None:
+    async def _tokenize(self) -> bool:
+        """Whether all of it was made into tokens."""
+        made = True
         closed: dict[int, set[bytes]] = {}
         single: dict[int, set[bytes]] = {}
         problems: dict[str, str] = {}
@@ -116,6 +119,7 @@ class PublicPrefixes:
                 continue
             path, body = self._bodies[entry.name]
             common, why = await self._common(path, body)
+            made = made and not why
             nothing: dict[str, Any] = {k: v for k, v in body.items() if k == "model"}
             nothing |= dict[str, Any](messages=[]) if path == CHAT else dict[str, Any](prompt="")
             bare = plain.get((path, entry.model))
@@ -136,6 +140,7 @@ class PublicPrefixes:
                 if 4 * tokens <= len(bare):
                     single[tokens].discard(prefix_digest(bare[: 4 * tokens]))
         self._closed, self._single, self.problems = closed, single, problems
+        return made
 
     async def _common(self, path: str, body: Mapping[str, Any]) -> tuple[bytes, str]:
         """What all prompts begin with that begin with that body; or why it is not known."""

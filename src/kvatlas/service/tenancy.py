@@ -82,7 +82,7 @@ class Tenancy:
             if self.agents is not None:
                 await self._teller.tell(self.agents, self.tenants.file)
         if self.public is not None:
-            await self.public.refresh(again=bool(self.public.problems))
+            await self.public.refresh()
 
     def problems(self) -> dict[str, str]:
         """What is wrong with them, for /health: by file or entry."""
