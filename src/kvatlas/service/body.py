@@ -41,9 +41,7 @@ def parse(raw: bytes) -> dict[str, object]:
 def splice(raw: bytes, body: Mapping[str, object], fields: Mapping[str, object]) -> bytes:
     """``raw`` with the top-level ``fields`` set. ``body`` is what `parse` made of ``raw``."""
     if any(name in body for name in fields):
-        parts: dict[str, object] = dict(_decode_raw(raw))
-        parts.update(fields)
-        return msgspec.json.encode(parts)
+        return edited(raw, fields)
     if not body:
         return msgspec.json.encode(fields)
     start = raw.index(b"{") + 1
