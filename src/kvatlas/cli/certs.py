@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import hashlib
 import ipaddress
-import os
 import re
 import secrets
 import time
@@ -22,6 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kvatlas.config_tls import RIGHTS
 from kvatlas.dataplane.tls import Identity, life_of
 from kvatlas.errors import ConfigError
+from kvatlas.lasting import whole_file
 
 PARTS = ("gateway", "agent", "engine", "client")
 CA_DAYS = 365.0
@@ -254,24 +253,10 @@ def _write(
         for path in () if replace else paths:
             if path.exists():
                 raise ConfigError(f"{path} is there already: it is not overwritten")
-        _put(paths[1], secret.private_bytes(pem, form, plain))
-        _put(paths[0], built.public_bytes(pem))
+        with whole_file(paths[1]) as file:
+            file.write(secret.private_bytes(pem, form, plain))
+        with whole_file(paths[0]) as file:
+            file.write(built.public_bytes(pem))
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from error
     return paths
-
-
-def _put(path: Path, data: bytes) -> None:
-    """As a whole, or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        with open(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +23,7 @@ from kvatlas.core.keys import Keyring
 from kvatlas.core.retention import Retention
 from kvatlas.core.tenancy import checked_name, tag_of
 from kvatlas.errors import ConfigError
+from kvatlas.lasting import whole_file
 from kvatlas.service import tenants
 
 _KEY_BYTES = 32
@@ -256,21 +255,15 @@ def _is(table: Mapping[str, Any], name: str) -> bool:
 
 def _replace(path: Path, text: str) -> None:
     """The file's new content, checked as a gateway would, and on the disk before it is there."""
-    handle, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+    with whole_file(path) as file:
+        file.write(text.encode())
+        file.flush()
         try:
-            tenants.load(Path(made))
+            tenants.load(Path(file.name))
         except ConfigError as error:
-            raise ConfigError(f"not changed: {error}".replace(made, str(path))) from error
-        Path(made).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o600)
-        Path(made).replace(path)
-    except BaseException:
-        Path(made).unlink(missing_ok=True)
-        raise
+            raise ConfigError(f"not changed: {error}".replace(file.name, str(path))) from error
+        if path.exists():
+            Path(file.name).chmod(path.stat().st_mode & 0o777)
 
 
 def _seconds(text: str) -> float:

@@ -39,6 +39,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvatlas.errors import ConfigError, StoreError
+from kvatlas.lasting import sync_folder, whole_file
 
 KEY_BYTES = 32
 ID_BYTES = 8
@@ -183,7 +184,7 @@ class FileKeys:
                         file.flush()
                         os.fsync(file.fileno())
                     path.unlink()
-                    _sync(path.parent)
+                    sync_folder(path.parent)
         except OSError as error:
             raise StoreError(f"keys of {tenant or NOBODY!r} not dropped: {error}") from error
         for name in [name for name in list(self._opened) if name[0] == tenant]:
@@ -241,7 +242,7 @@ class FileKeys:
                         _write(path, msgspec.json.encode(again))
                         count += 1
                 following.replace(self.directory / "master.key")
-                _sync(self.directory)
+                sync_folder(self.directory)
                 self._masters = self._read_masters()
         except OSError as error:
             raise StoreError(f"{self.directory}: not wrapped anew: {error}") from error
@@ -309,7 +310,7 @@ class FileKeys:
             if len(self._folders()) >= TENANTS_MAX:
                 raise OSError(errno.EDQUOT, f"{TENANTS_MAX} tenants have keys already")
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _sync(folder.parent)
+            sync_folder(folder.parent)
         numbers = [int(path.stem.partition("-")[0]) for path in _there(folder, "key", "dropped")]
         key_id, number = os.urandom(ID_BYTES).hex(), max(numbers, default=0) + 1
         made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -431,24 +432,6 @@ def _problem(path: Path) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, and lasting. Raises OSError."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        with open(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    """Raises OSError."""
+    with whole_file(path) as file:
+        file.write(data)

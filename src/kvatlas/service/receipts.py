@@ -7,12 +7,9 @@ check it, and nobody else can make one.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +18,7 @@ import msgspec
 from kvatlas.core.forgetting import Floor
 from kvatlas.core.keys import Keyring
 from kvatlas.errors import ConfigError
+from kvatlas.lasting import whole_file
 from kvatlas.service.agent_purge import Gone
 
 RECEIPTS_MAX = 10_000
@@ -139,23 +137,8 @@ class Receipts:
         """Sign it and keep it, whatever happens to the machine afterwards. Raises OSError."""
         assert _ID.fullmatch(receipt.id), "checked by who takes orders"
         made = receipt.signed(self._ring)
-        path = self._folder / f"{made.id}.json"
-        handle, name = tempfile.mkstemp(dir=self._folder, prefix=".receipt.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(name).unlink()
-            raise
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with whole_file(self._folder / f"{made.id}.json") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
         self._known[made.id] = made
         return made
 

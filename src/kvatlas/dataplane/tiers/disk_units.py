@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from pathlib import Path
 
 import msgspec
@@ -18,6 +17,7 @@ from kvatlas.dataplane.tiers.base import Counts, Entry, Piece
 from kvatlas.dataplane.tiers.disk_catalogue import Catalogue, Row
 from kvatlas.dataplane.tiers.disk_files import Files
 from kvatlas.errors import ConfigError, StoreError
+from kvatlas.lasting import sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -112,11 +112,7 @@ def start_sealed(files: Files, segment_bytes: int, counts: Counts, *, sealed: bo
                     files.directory,
                     lost,
                 )
-        fd = os.open(files.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_folder(files.directory)
     except OSError as error:
         raise ConfigError(f"disk: {files.directory} cannot be begun anew: {error}") from error
 
