@@ -22,22 +22,15 @@ from kvatlas.dataplane.tiers.peer_nixl import Reader
 _WANTED = ("nixl", "nixl_cu12", "nixl_cu12.libs", "nixl_meta_utils.py", "numpy", "numpy.libs")
 
 
-def nixl_packages(directory: Path) -> Path | None:
-    """A place for ``sys.path`` with NIXL in it; None where it is not installed."""
-    if install.missing("nixl"):
-        return None
+def use_nixl(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """This process finds NIXL, and all that it starts; skips the test where there is none."""
+    if why := install.missing("nixl"):
+        pytest.skip(why)
     (packages,) = install.venv_of("nixl").glob("lib/python3*/site-packages")
     links = directory / "nixl-packages"
     links.mkdir()
     for name in (*_WANTED, *(path.name for path in packages.glob("nixl*.dist-info"))):
         (links / name).symlink_to(packages / name)
-    return links
-
-
-def use_nixl(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """This process finds NIXL, and all that it starts; skips the test where there is none."""
-    if (links := nixl_packages(directory)) is None:
-        pytest.skip(install.missing("nixl"))
     monkeypatch.syspath_prepend(str(links))
     before = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", f"{links}:{before}".rstrip(":"))
