@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -227,16 +228,22 @@ def test_a_reading_process_that_hangs_is_dead_before_its_slots_are_free(rig: Nix
     desk.store.close()
 
 
-def test_slots_of_a_process_that_does_not_die_are_kept_until_it_does(
-    rig: NixlRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that the kernel does not let go of: the request ends in time, its places do not."""
-    desk = Desk(rig)
-    assert desk.read() == Report()
+def stuck(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> subprocess.Popen[bytes]:
+    """Its reading process, which the kernel does not let go of until it is killed from here."""
     child = desk.nixl.child._child
     assert child is not None
     os.kill(child.pid, signal.SIGSTOP)
     monkeypatch.setattr(child, "kill", lambda: None)
+    return child
+
+
+def test_slots_of_a_process_that_does_not_die_are_kept_until_it_does(
+    rig: NixlRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request ends in time, its places do not."""
+    desk = Desk(rig)
+    assert desk.read() == Report()
+    child = stuck(desk, monkeypatch)
     released: list[float] = []
     started = time.monotonic()
     desk.start(lambda: released.append(time.monotonic()))
@@ -255,10 +262,7 @@ def test_not_even_a_peer_that_goes_away_then_sets_them_free(
 ) -> None:
     desk = Desk(rig)
     assert desk.read() == Report()
-    child = desk.nixl.child._child
-    assert child is not None
-    os.kill(child.pid, signal.SIGSTOP)
-    monkeypatch.setattr(child, "kill", lambda: None)
+    child = stuck(desk, monkeypatch)
     released: list[int] = []
     desk.start(lambda: released.append(child.pid))
     wait_until(lambda: len(rig.dram._slots._holds) == COUNT)
