@@ -293,7 +293,7 @@ def taken(
     """The same of a socket that came in. Raises PlainPeer where it says something else, or nothing
     for `SPEAKS_S`; OSError."""
     try:
-        sock.settimeout(min(SPEAKS_S, _left_s(until)))
+        sock.settimeout(min(SPEAKS_S, left_s(until)))
         first = sock.recv(1, socket.MSG_PEEK)
     except TimeoutError as error:
         raise PlainPeer("it said nothing") from error
@@ -305,7 +305,7 @@ def taken(
 
 def _shaken(made: ssl.SSLSocket, until: float, parts: tuple[str, ...]) -> ssl.SSLSocket:
     try:
-        made.settimeout(_left_s(until))
+        made.settimeout(left_s(until))
         made.do_handshake()
         if parts:
             check(made.getpeercert(True), parts)
@@ -318,11 +318,12 @@ def _shaken(made: ssl.SSLSocket, until: float, parts: tuple[str, ...]) -> ssl.SS
     return made
 
 
-def _left_s(until: float) -> float:
-    left_s = until - time.monotonic()
-    if left_s <= 0:
+def left_s(until: float) -> float:
+    """Seconds to go. Raises TimeoutError when there are none."""
+    seconds = until - time.monotonic()
+    if seconds <= 0:
         raise TimeoutError("the deadline has passed")
-    return left_s
+    return seconds
 
 
 def life_of(path: Path) -> Life:

@@ -19,7 +19,7 @@ from typing import Protocol, Self
 import xxhash
 
 from kvatlas.dataplane._copies import receive
-from kvatlas.dataplane.tls import reason_of
+from kvatlas.dataplane.tls import left_s, reason_of
 
 LINE_BYTES_MAX = 4096
 SUM_BYTES = 256 << 10  # received and summed at once
@@ -72,9 +72,8 @@ class Stream:
     @classmethod
     def connect(cls, address: Address, until: float, wrap: Wrap | None = None) -> Self:
         """``wrap``: with TLS. Raises OSError."""
-        left_s = _left(until)
         if address[1]:
-            sock = socket.create_connection(address, left_s)
+            sock = socket.create_connection(address, left_s(until))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # A low-water mark makes room for as much and leaves the room to the kernel, which
             # SO_RCVBUF would not. Left to itself it may stay too small for long, and drops.
@@ -83,7 +82,7 @@ class Stream:
         else:
             sock = socket.socket(socket.AF_UNIX)
             try:
-                sock.settimeout(left_s)
+                sock.settimeout(left_s(until))
                 sock.connect(address[0])
             except BaseException:
                 sock.close()
@@ -234,24 +233,16 @@ class Stream:
     def _limit(self, option: int) -> None:
         """The kernel's own timeout, set anew where the last is older than `SLACK_S`."""
         now = time.monotonic()
-        left_s = self.until - now
-        if left_s <= 0:
+        to_go_s = self.until - now
+        if to_go_s <= 0:
             raise TimeoutError("the deadline has passed")
         ends, set_at = self._limits.get(option, (0.0, 0.0))
         if ends == self.until and now - set_at < SLACK_S:
             return
         self._limits[option] = (self.until, now)
         if self._secure:
-            self._socket.settimeout(left_s)
+            self._socket.settimeout(to_go_s)
             return
-        seconds = int(left_s)
-        micros = max(1, int((left_s - seconds) * 1e6))
+        seconds = int(to_go_s)
+        micros = max(1, int((to_go_s - seconds) * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(seconds, micros))
-
-
-def _left(until: float) -> float:
-    """Seconds to go. Raises TimeoutError when there are none."""
-    left_s = until - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("the deadline has passed")
-    return left_s
