@@ -45,12 +45,16 @@ class Floors:
         """Them, the oldest first."""
         return tuple(self._floors.values())
 
+    def has(self, floor: Floor) -> bool:
+        """Whether as much is known."""
+        had = self._floors.get((floor.tenant, floor.session))
+        return had is not None and had.before >= floor.before
+
     def put(self, floor: Floor) -> bool:
         """One more; False: as much was known."""
-        key = floor.tenant, floor.session
-        had = self._floors.get(key)
-        if had is not None and had.before >= floor.before:
+        if self.has(floor):
             return False
+        key = floor.tenant, floor.session
         self._floors[key] = floor
         self._floors.move_to_end(key)
         if len(self._floors) > FLOORS_MAX:
