@@ -28,6 +28,19 @@ class Publisher(msgspec.Struct, frozen=True, order=True):
         return f"{self.worker}#{self.dp_rank}" if self.dp_rank else self.worker
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a publisher's stream has been applied to: all before ``next_seq``, in one unbroken run
+    from ``run_start`` on. ``last_ts`` is the time stamp of the batch before ``next_seq``: with its
+    number it tells this life from others. Nothing before ``floor`` may be applied."""
+
+    next_seq: int
+    last_ts: float
+    floor: int
+    run_start: int
+    applied: bool  # anything since the last reset
+    cleared: bool
+
+
 class Resume(msgspec.Struct, frozen=True):
     """Up to where one publisher can really resume a given prompt, as the directory believes.
 

@@ -14,80 +14,21 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
 from kvatlas.core.events import AllBlocksCleared, Batch
+from kvatlas.core.records import Place
+from kvatlas.core.sequence_values import (
+    LIMITS,
+    Apply,
+    Counters,
+    Effect,
+    Limits,
+    Replay,
+    Reset,
+    Running,
+)
+from kvatlas.core.waiting import WaitingRoom
 
-
-class Apply(msgspec.Struct, frozen=True):
-    """Hand this batch to the directory now."""
-
-    batch: Batch
-
-
-class Reset(msgspec.Struct, frozen=True):
-    """Every claim of this publisher goes, before anything else is applied."""
-
-    reason: str
-
-
-class Replay(msgspec.Struct, frozen=True):
-    """Ask the engine for its batches from ``from_seq`` on.
-
-    Answers are handed back with ``token``; those to an older token are dropped.
-    """
-
-    from_seq: int
-    token: int
-
-
-Effect = Apply | Reset | Replay
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """Bounds of one publisher's waiting room, and how patient it is."""
-
-    waiting_batches_max: int = 4096
-    waiting_bytes_max: int = 64 << 20  # of token ids
-    replay_timeout_s: float = 5.0  # without any progress
-    replay_attempts: int = 3
-    retry_s: float = 0.5  # doubles with each attempt
-    settle_s: float = 0.1  # after a connect, until the engine has surely seen our subscription
-    orphan_replay_s: float = 30.0  # at least this long between two; doubles up to the next
-    orphan_replay_max_s: float = 600.0
-    give_up_s: float = 10.0  # after a failed replay gaps are not replayed for so long
-
-
-LIMITS = Limits()
-
-
-class Counters(msgspec.Struct):
-    """What happened to the stream. Plain numbers, for metrics."""
-
-    applied: int = 0
-    gaps: int = 0
-    duplicates: int = 0
-    stale: int = 0  # of an earlier life, or in doubt
-    overflowed: int = 0  # did not fit the waiting room; replayed later
-    replays: int = 0
-    replays_failed: int = 0
-    resets: int = 0
-    restarts: int = 0
-    orphans_put_off: int = 0  # a rebuild is under way, or was not long ago
-    rebuilds_refused: int = 0  # the engine remembers less than what is applied already
-
-
-class _Running(msgspec.Struct):
-    """The replay under way. ``sent`` is False while it waits for its turn at ``deadline``."""
-
-    token: int
-    deadline: float
-    attempt: int = 0
-    sent: bool = False
-    rebuild: bool = False  # start from a clean state, whatever we hold
-    known: tuple[int, float] | None = None  # (seq, ts) applied last: a rebuild must meet it again
-    proven: bool = False  # it told the batch that we know, or starts from nothing
-    progress: bool = False  # it brought something to apply
+__all__ = ["LIMITS", "Apply", "Counters", "Effect", "Limits", "Replay", "Reset", "Sequencer"]
 
 
 class Sequencer:
@@ -108,9 +49,9 @@ class Sequencer:
         self._refused = False  # the last rebuild was
         self._cleared = False  # it said so, since the last `dropped`
         self._behind = False
-        self._waiting: dict[int, Batch] = {}
-        self._waiting_bytes = 0
-        self._running: _Running | None = None
+        self._unproven = False  # a peer applied what counts, and the engine has not confirmed it
+        self._waiting = WaitingRoom(limits.waiting_batches_max, limits.waiting_bytes_max)
+        self._running: Running | None = None
         self._tokens = 0
         self._no_replay_until = 0.0
         self._rebuild_due: float | None = None
@@ -137,16 +78,48 @@ class Sequencer:
         """The sequence number expected next; None before the first batch of an epoch."""
         return self._next
 
+    def place(self) -> Place | None:
+        """Up to where it is applied, for a peer; None where nothing is, or history only."""
+        if self._next is None or self.behind:
+            return None
+        return Place(
+            self._next, self._last_ts, self._floor, self._run_start, self._dirty, self._cleared
+        )
+
+    def outdone(self, place: Place) -> str:
+        """Why what a peer has applied is worth no more than what is known here; "" where it is."""
+        if not self.can_replay:
+            return "its history cannot be asked for, so nothing would prove that it is the same"
+        newest = self._newest
+        if newest and newest[0] < place.next_seq - 1 and newest[1] > place.last_ts:
+            return "it is of an earlier life"
+        if self._next is not None and not self.behind and self._run_start <= place.run_start:
+            return "as much is known here"
+        return ""
+
+    def take_up(self, place: Place, now: float) -> list[Effect]:
+        """What a peer has applied up to ``place`` counts from now on, instead of all that did. The
+        engine is asked for the batch before it: until it has told that, this is `behind`."""
+        self._next, self._last_ts = place.next_seq, place.last_ts
+        self._floor, self._run_start = place.floor, place.run_start
+        self._dirty, self._cleared = place.applied, place.cleared
+        if self._newest is None or self._newest[0] < place.next_seq:
+            self._newest = (place.next_seq - 1, place.last_ts)
+        self._earliest = self._rebuild_due = None
+        self._unproven = self._behind = True
+        self._schedule(now + self._limits.settle_s)
+        return []
+
     def waiting(self) -> tuple[int, int]:
         """Batches that wait for what is missing before them, and bytes of token ids in them."""
-        return len(self._waiting), self._waiting_bytes
+        return len(self._waiting), self._waiting.size_bytes
 
     # -- what the feed reports ------------------------------------------------------------------
 
     def connected(self, now: float) -> list[Effect]:
         """The subscription is up (again): anything may have happened in between."""
         if self.can_replay:
-            running = self._running or _Running(0, 0.0)
+            running = self._running or Running(0, 0.0)
             settled = now + self._limits.settle_s
             self._schedule(settled, attempt=running.attempt, rebuild=running.rebuild)
         return []
@@ -190,6 +163,7 @@ class Sequencer:
             if batch.seq == known and batch.ts != self._last_ts:
                 return self._restart("its replay tells another history", now)
             running.proven = True
+            self._unproven = False
             if running.rebuild and self._dirty and self._floor < batch.seq >= self._run_start:
                 return self._refuse_rebuild(now)
             if batch.seq > known:
@@ -208,7 +182,7 @@ class Sequencer:
         self._progress(running, now)
         return self._apply(batch)
 
-    def _progress(self, running: _Running, now: float) -> None:
+    def _progress(self, running: Running, now: float) -> None:
         """What brings nothing new does not count: a replay must end some time."""
         running.progress = True
         running.deadline = now + self._limits.replay_timeout_s
@@ -342,6 +316,7 @@ class Sequencer:
         return effects
 
     def _reset(self, reason: str) -> list[Effect]:
+        self._unproven = False
         if not self._dirty:
             return []
         self._dirty = False
@@ -364,7 +339,7 @@ class Sequencer:
 
     def _schedule(self, at: float, *, attempt: int = 0, rebuild: bool = False) -> None:
         self._tokens += 1
-        self._running = _Running(self._tokens, at, attempt, rebuild=rebuild)
+        self._running = Running(self._tokens, at, attempt, rebuild=rebuild)
 
     def _request(self, now: float, *, attempt: int = 0, rebuild: bool = False) -> list[Effect]:
         self._schedule(now + self._limits.replay_timeout_s, attempt=attempt, rebuild=rebuild)
@@ -376,7 +351,7 @@ class Sequencer:
         start = self._floor if rebuild or self._next is None else max(self._next - 1, 0)
         return [Replay(start, self._running.token)]
 
-    def _retry(self, running: _Running, now: float) -> list[Effect]:
+    def _retry(self, running: Running, now: float) -> list[Effect]:
         attempt = running.attempt + 1
         rebuild = running.rebuild and not running.proven
         if attempt < self._limits.replay_attempts:
@@ -387,10 +362,19 @@ class Sequencer:
         self._behind = False
         self.counters.replays_failed += 1
         self._no_replay_until = now + self._limits.give_up_s
-        effects = self._drain()
+        effects = self._unbelieved() if self._unproven else []
+        effects += self._drain()
         if self._missing():
             effects += self._skip()
         self._seek_rest()
+        return effects
+
+    def _unbelieved(self) -> list[Effect]:
+        """The engine cannot be asked whether it is the one that a peer knew."""
+        effects = self._reset("nobody could prove what a peer had told of it")
+        self._next, self._floor, self._last_ts = None, 0, -math.inf
+        waits = self._waiting.all()
+        self._newest = (waits[-1].seq, waits[-1].ts) if waits else None
         return effects
 
     def _refuse_rebuild(self, now: float) -> list[Effect]:
@@ -427,14 +411,14 @@ class Sequencer:
             if 0 not in self._waiting:
                 return effects
             self._next = 0
-        while (batch := self._take(self._next)) is not None:
+        while (batch := self._waiting.take(self._next)) is not None:
             if batch.ts < self._last_ts:
                 self.counters.stale += 1
                 break
             effects += self._apply(batch)
-        for seq, batch in list(self._waiting.items()):
-            if seq < self._next or batch.ts < self._last_ts:
-                self._take(seq)
+        for batch in self._waiting.all():
+            if batch.seq < self._next or batch.ts < self._last_ts:
+                self._waiting.take(batch.seq)
                 self.counters.stale += 1
         newest = self._newest
         if newest is not None and newest[1] < self._last_ts:
@@ -444,7 +428,7 @@ class Sequencer:
     def _skip(self) -> list[Effect]:
         """Nobody can fill the hole: start anew from the last unbroken run that waits; where what
         came last is lost or found no room, after it: what waits is history, and must not count."""
-        seqs, newest = sorted(self._waiting), self._newest
+        seqs, newest = [batch.seq for batch in self._waiting.all()], self._newest
         assert newest is not None, "there is a hole before it"
         if not seqs or seqs[-1] < newest[0]:
             effects = self._reset("what it sent lately is lost, and it cannot be asked again")
@@ -457,7 +441,7 @@ class Sequencer:
             start -= 1
         effects = self._reset(f"batches {self._next or 0} to {start - 1} are lost")
         self._next = start
-        while (batch := self._take(self._next)) is not None:
+        while (batch := self._waiting.take(self._next)) is not None:
             effects += self._apply(batch)
         self._forget_waiting()
         return effects
@@ -470,31 +454,14 @@ class Sequencer:
         if waits is not None:
             if waits.ts >= batch.ts:
                 return False
-            self._take(batch.seq)
-        size = _size(batch)
-        if (
-            len(self._waiting) >= self._limits.waiting_batches_max
-            or self._waiting_bytes + size > self._limits.waiting_bytes_max
-        ):
+            self._waiting.take(batch.seq)
+        if not self._waiting.put(batch):
             self.counters.overflowed += 1
             return False
-        self._waiting[batch.seq] = batch
-        self._waiting_bytes += size
         return True
-
-    def _take(self, seq: int) -> Batch | None:
-        batch = self._waiting.pop(seq, None)
-        if batch is not None:
-            self._waiting_bytes -= _size(batch)
-        return batch
 
     def _forget_waiting(self) -> None:
         """Nothing waits any more, for no replay either."""
         self._waiting.clear()
-        self._waiting_bytes = 0
         self._running = None
         self._behind = False
-
-
-def _size(batch: Batch) -> int:
-    return sum(len(getattr(event, "tokens", b"")) for event in batch.events)
