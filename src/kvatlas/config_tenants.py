@@ -20,6 +20,7 @@ from kvatlas.errors import ConfigError
 
 TENANTS_MAX = 10_000
 KEYS_MAX = 64
+CLASSES_MAX = 16  # each is a series of metrics; tenants are too many for that
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 #: Signatures by a key pair. With a shared secret, who can check tokens could make them.
@@ -77,7 +78,8 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     what it cached before `epoch` was raised, or in an earlier period, is not found any more.
     ``share``: what is not public is shared within the tenant, or within a session alone.
     ``quota_bytes``: what it may hold in each node's own tiers. ``ttl_s``: how long what it saved is
-    kept there (0: without end); ``retention``: what a full tier lets go first.
+    kept there (0: without end); ``retention``: what a full tier lets go first. ``tenant_class``: as
+    what metrics count it, of at most `CLASSES_MAX`.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quota_bytes: Quotas = Quotas()
     ttl_s: TtlSeconds = 0.0
     retention: Retention = Retention.NORMAL
+    tenant_class: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_-]{1,32}$")] = "default"
 
 
 class TenantsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,6 +113,10 @@ def checked(path: Path, text: str, file: TenantsFile) -> TenantsFile:
     let two tenants share, or could not be meant."""
     if len(file.tenant) > TENANTS_MAX:
         raise ConfigError(f"{path}: {len(file.tenant)} tenants: at most {TENANTS_MAX} can be held")
+    classes = {tenant.tenant_class for tenant in file.tenant}
+    if len(classes) > CLASSES_MAX:
+        text = f"{len(classes)} values of tenant_class: metrics know at most {CLASSES_MAX}"
+        raise ConfigError(f"{path}: {text}")
     names: dict[str, int] = {}
     claims: dict[str, int] = {}
     keys: dict[str, int] = {}

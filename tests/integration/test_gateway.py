@@ -398,7 +398,8 @@ async def test_metrics_count_what_happened() -> None:
         text = page.body.decode()
         assert 'kvatlas_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0' in text
         assert 'kvatlas_requests_total{endpoint="/v1/chat/completions",status="400"} 1.0' in text
-        assert 'kvatlas_prompt_tokens_total{worker="w0"} 20.0' in text
+        assert 'kvatlas_prompt_tokens_total{source="hbm",worker="w0"} 8.0' in text
+        assert 'kvatlas_prompt_tokens_total{source="computed",worker="w0"} 12.0' in text
         assert 'kvatlas_cached_tokens_total{worker="w0"} 8.0' in text
         assert 'kvatlas_completion_tokens_total{worker="w0"} 6.0' in text
         labels = 'reason="round_robin",rung="lookup",to="by_load",worker=""'

@@ -219,7 +219,7 @@ def test_when_to_come_again(ttft_s: float, wait_s: float, after: bytes | None) -
 
 
 def test_state_that_was_not_loaded() -> None:
-    lower = Target("a", "http://x", expected_hit_tokens=512, remote_tokens=256, ttft_s=1.0)
+    lower = Target("a", "http://x", expected_hit_tokens=512, tier_tokens=(256, 256), ttft_s=1.0)
     ladder, route, _ = ladder_of(lower)
     ladder.resumed(lower, 512, 3.0)
     assert not route.fallbacks

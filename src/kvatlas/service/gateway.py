@@ -12,18 +12,19 @@ where it had to go down its ladder, ``x-kvatlas-fallback`` with each rung that i
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import random
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from urllib.parse import unquote
 
 import kvatlas
 from kvatlas.config import DAY_S, GatewayConfig
-from kvatlas.config_tls import AdminConfig, Right
+from kvatlas.config_tls import AdminConfig
 from kvatlas.core.ladder import Fallback
 from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import RequestError
@@ -36,6 +37,16 @@ from kvatlas.service.http_reply import JSON, Reply
 from kvatlas.service.http_server import HttpServer
 from kvatlas.service.ladder import fell, within
 from kvatlas.service.metrics import GatewayMetrics
+from kvatlas.service.pages import (
+    PROBES,
+    Page,
+    Question,
+    Status,
+    Writer,
+    barely,
+    is_open,
+    right_for,
+)
 from kvatlas.service.relay import CLIENT_CLOSED, Relay
 from kvatlas.service.salts import SALT_HEADER
 from kvatlas.service.steer import Inbound, Route, Steer
@@ -45,19 +56,9 @@ from kvatlas.service.trust_metrics import TrustMetrics
 
 log = logging.getLogger(__name__)
 
-#: A page of the service's own: gets what follows its path, returns text or anything JSON can hold.
-Page = Callable[[str], Awaitable[object]]
-
-#: A question to the service itself: gets a request as the API would, by POST; answers as a page.
-Question = Callable[[Inbound], Awaitable[object]]
-
 #: Endpoints by name. The first two report usage; all of them take a JSON object by POST.
 USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
 JSON_PATHS = (*USAGE_PATHS, "/v1/embeddings", "/v1/responses", "/v1/messages")
-
-_PROBES = ("/health", "/ready")  # anybody may ask them
-_FIGURES = ("/metrics", "/version")
-_ASKED_ONLY = ("/kvatlas/inspect",)  # by POST, and nothing is changed
 
 TTFT_SLO_HEADER = "x-slo-ttft-ms"
 DEADLINE_HEADER = "x-kvatlas-deadline-ms"
@@ -109,6 +110,7 @@ class Gateway:
         door = self._server.door
         counts = (lambda: door.counts) if door is not None else Counter[str]
         self.metrics.registry.register(TrustMetrics(self._guard, trust, counts))
+        self._writing: set[asyncio.Future[None]] = set()
         self._pages: dict[str, Page] = {
             "/health": self._health,
             "/ready": self._ready,
@@ -131,7 +133,10 @@ class Gateway:
         await self._server.start(self.config.host, self.config.port)
 
     async def drain(self) -> bool:
-        """Fails /ready, refuses new work, lets what runs end; False when it had to be cut off."""
+        """Fails /ready, refuses new work, lets what runs end; False when it had to be cut off.
+        Pages that are written as long as somebody reads them end at once."""
+        for task in self._writing:
+            task.cancel()
         return await self._server.drain(self.config.drain_timeout_s)
 
     async def close(self) -> None:
@@ -263,7 +268,7 @@ class Gateway:
                 return
             if known and request.method not in allowed:
                 raise _not_allowed(request.method, path)
-            if known and path not in _PROBES:
+            if known and not is_open(path):
                 self._guard.admit(request, right_for(path, asks=question is not None))
             if question is not None:
                 answer = await question(_asked(request, request_id))
@@ -275,14 +280,25 @@ class Gateway:
         except RequestError as error:
             _refuse(reply, error, request_id)
             return
-        if path in _PROBES and not self._guard.may(request, "read"):
-            answer = _barely(answer)
-        if isinstance(answer, _Status):
+        if path in PROBES and not self._guard.may(request, "read"):
+            answer = barely(answer)
+        if isinstance(answer, Status):
             reply.send_json(answer.status, answer.body)
+        elif callable(answer):
+            await self._written(answer, request, reply)
         elif isinstance(answer, bytes | str):
             reply.send(200, [_TEXT], answer.encode() if isinstance(answer, str) else answer)
         else:
             reply.send_json(200, answer)
+
+    async def _written(self, writer: Writer, request: Request, reply: Reply) -> None:
+        """Until it is done, or the gateway shuts down."""
+        task = asyncio.ensure_future(writer(reply, lambda: self._guard.may(request, "read")))
+        self._writing.add(task)
+        try:
+            await task
+        finally:
+            self._writing.discard(task)
 
     def _page(self, path: str) -> tuple[Page | None, str]:
         page = self._pages.get(path)
@@ -299,7 +315,7 @@ class Gateway:
 
     async def _ready(self, _: str) -> object:
         state = self._state()
-        return _Status(200 if state["ready"] else 503, state)
+        return Status(200 if state["ready"] else 503, state)
 
     def _state(self) -> dict[str, object]:
         health = self._steer.health()
@@ -327,28 +343,6 @@ class Gateway:
         return {"version": kvatlas.__version__}
 
 
-class _Status:
-    """A page's answer with a status other than 200."""
-
-    def __init__(self, status: int, body: object) -> None:
-        self.status, self.body = status, body
-
-
-def right_for(path: str, *, asks: bool) -> Right:
-    """What it takes to use a page; ``asks``: it takes a body, and changes things unless known."""
-    if path in _FIGURES:
-        return "metrics"
-    return "change" if asks and path not in _ASKED_ONLY else "read"
-
-
-def _barely(answer: object) -> object:
-    """For probes: whether, and not why."""
-    inner = answer.body if isinstance(answer, _Status) else answer
-    assert isinstance(inner, dict)
-    bare = {name: inner[name] for name in ("status", "ready")}
-    return _Status(answer.status, bare) if isinstance(answer, _Status) else bare
-
-
 def request_id_of(request: Request) -> str:
     """The client's own where it can be one, else a fresh one."""
     given = request.header("x-request-id")
@@ -372,7 +366,7 @@ def inbound_of(
     inbound.deadline_s = _seconds(inbound.headers, DEADLINE_HEADER, config.deadline_s)
     if tenants is not None and caller is not None:
         tenants.check(request, inbound.body)
-        inbound.tenant = caller.salt
+        inbound.tenant, inbound.tenant_class = caller.salt, caller.tenant_class
     return inbound
 
 
@@ -427,8 +421,10 @@ async def routed(
         route = await steer.choose(inbound)
     except RequestError as error:
         metrics.refused(error.code)
+        metrics.of_tenant(inbound.tenant_class, error.code)
         raise
-    route.deadline_s = inbound.deadline_s
+    metrics.of_tenant(inbound.tenant_class, "routed")
+    route.deadline_s, route.tenant_class = inbound.deadline_s, inbound.tenant_class
     route_s = time.perf_counter() - started_s
     metrics.routed(route_s)
     if route.unkeyed:

@@ -187,7 +187,8 @@ class Ladder:
     def resumed(self, target: Target, cached_tokens: int, took_s: float) -> None:
         """``target`` answered, its first token after ``took_s`` (0 where it is not known): did
         state come from below hbm? Where that was not foreseen it is not known what it cost."""
-        to = ladder.loaded(target.expected_hit_tokens, target.remote_tokens, cached_tokens)
+        remote_tokens = sum(target.tier_tokens[1:])
+        to = ladder.loaded(target.expected_hit_tokens, remote_tokens, cached_tokens)
         if to is not None:
             cost_s = max(0.0, took_s - target.ttft_s) if target.ttft_s else 0.0
             self._fell("remote", "not_loaded", to, target.worker, cost_s)

@@ -1,77 +1,121 @@
 """The gateway's own figures, as Prometheus metrics named ``kvatlas_*``.
 
-Children are looked up once per label set and kept: the hot path adds numbers. Label values come
-from short fixed lists (endpoints, statuses) or from the configuration (workers).
+The hot path adds to plain numbers, and what Prometheus reads is made of them when it asks. Label
+values come from short fixed lists (endpoints, statuses) or from the configuration (workers,
+classes of tenants).
 """
 
 from __future__ import annotations
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
 )
+from prometheus_client.registry import Collector
 
 from kvatlas.core.ladder import Fallback
+from kvatlas.core.records import Tier
 from kvatlas.service.body import Usage
 
+#: Where the tokens of prompts came from: tiers, computed anew, or not told by the engine.
+SOURCES = (*(tier.name.lower() for tier in Tier), "computed", "unreported")
+
 _FALLBACK = ("rung", "reason", "to", "worker")
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "requests": ("requests answered", ("endpoint", "status")),
+    "requests_refused": ("no engine was chosen: why", ("reason",)),
+    "worker_requests": ("requests sent to a worker", ("worker",)),
+    "worker_outcomes": ("what became of them", ("worker", "status")),
+    "fallbacks": ("steps down the ladder", _FALLBACK),
+    "fallback_seconds": ("what they cost", _FALLBACK),
+    "pairs": ("requests served by a pair", ("prefill", "decode")),
+    "pairing_fields_dropped": ("set by clients, not passed on", ()),
+    "prompt_tokens": ("by where they came from; all of them together", ("worker", "source")),
+    "completion_tokens": ("as the engines reported", ("worker",)),
+    "cached_tokens": ("prompt tokens that hit, as reported", ("worker",)),
+    "expected_hit_tokens": ("as the route expected", ("worker",)),
+    "usage_unreported": ("answers without usage", ("worker",)),
+    "reports_dropped": ("wishes for a report of the hit, not passed on", ()),
+    "usage_violations": ("impossible usage figures", ("worker",)),
+    "tenant_requests": ("by class of tenant, and what came of them", ("tenant_class", "result")),
+    "tenant_prompt_tokens": ("by class of tenant and source", ("tenant_class", "source")),
+    "tenant_completion_tokens": ("by class of tenant", ("tenant_class",)),
+}
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _ROUTE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2)
 
-# Prometheus gets a second series beside every counter otherwise, which nobody asked for.
-disable_created_metrics()  # type: ignore[no-untyped-call]
+
+class _Histogram:
+    """Seconds by bucket."""
+
+    def __init__(self, name: str, text: str, bounds_s: tuple[float, ...]) -> None:
+        self._name, self._text, self._bounds_s = name, text, bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def family(self) -> Metric:
+        buckets, upto = [], 0
+        names = (*(str(float(bound_s)) for bound_s in self._bounds_s), "+Inf")
+        for name, count in zip(names, self._counts, strict=True):
+            upto += count
+            buckets.append((name, float(upto)))
+        family = HistogramMetricFamily(f"kvatlas_{self._name}", self._text)
+        family.add_metric((), buckets, self._sum_s)
+        return family
 
 
-class GatewayMetrics:
+class GatewayMetrics(Collector):
     """Counts what the gateway does. ``registry`` may hold other parts' metrics too."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
         self.violations = 0
         self.violation_last = ""
-        counter = self._counter
-        self._requests = counter("requests", "requests answered", "endpoint", "status")
-        self._refused = counter("requests_refused", "no engine was chosen: why", "reason")
-        self._forwarded = counter("worker_requests", "requests sent to a worker", "worker")
-        self._outcomes = counter("worker_outcomes", "what became of them", "worker", "status")
-        self._fallbacks = counter("fallbacks", "steps down the ladder", *_FALLBACK)
-        self._fallback_s = counter("fallback_seconds", "what they cost", *_FALLBACK)
-        self._pairs = counter("pairs", "requests served by a pair", "prefill", "decode")
-        self._own_pairing = counter("pairing_fields_dropped", "set by clients, not passed on")
-        self._prompt = counter("prompt_tokens", "as the engines reported", "worker")
-        self._completion = counter("completion_tokens", "as the engines reported", "worker")
-        self._cached = counter("cached_tokens", "prompt tokens that hit, as reported", "worker")
-        self._expected = counter("expected_hit_tokens", "as the route expected", "worker")
-        self._unreported = counter("usage_unreported", "answers without usage", "worker")
-        self._reports = counter("reports_dropped", "wishes for a report of the hit, not passed on")
-        self._violations = counter("usage_violations", "impossible usage figures", "worker")
-        self._flight = Gauge(
-            "kvatlas_requests_in_flight", "at a worker now", ("worker",), registry=self.registry
+        self._counts: dict[str, dict[tuple[str, ...], float]] = {
+            name: {} if labels else {(): 0.0} for name, (_, labels) in _COUNTERS.items()
+        }
+        self._flight: dict[str, int] = {}
+        self._route_s = _Histogram("route_seconds", "body to engine chosen", _ROUTE_SECONDS)
+        self._ttft_s = _Histogram("ttft_seconds", "request to first body byte", _SECONDS)
+        self._e2e_s = _Histogram("request_seconds", "request to last byte", _SECONDS)
+        self.registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry for each scrape."""
+        for name, (text, labels) in _COUNTERS.items():
+            family = CounterMetricFamily(f"kvatlas_{name}", text, labels=labels)
+            for key, count in self._counts[name].items():
+                family.add_metric(key, count)
+            yield family
+        flight = GaugeMetricFamily(
+            "kvatlas_requests_in_flight", "at a worker now", labels=["worker"]
         )
-        self._route_s = self._histogram("route_seconds", "body to engine chosen", _ROUTE_SECONDS)
-        self._ttft_s = self._histogram("ttft_seconds", "request to first body byte", _SECONDS)
-        self._e2e_s = self._histogram("request_seconds", "request to last byte", _SECONDS)
-        self._children: dict[tuple[object, ...], Counter | Gauge] = {}
+        for worker, number in self._flight.items():
+            flight.add_metric([worker], number)
+        yield flight
+        for histogram in (self._route_s, self._ttft_s, self._e2e_s):
+            yield histogram.family()
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"kvatlas_{name}_total", text, labels, registry=self.registry)
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is asked when it is registered."""
+        return ()
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"kvatlas_{name}", text, buckets=buckets, registry=self.registry)
-
-    def _add(self, metric: Counter | Gauge, *labels: str, by: float = 1) -> None:
-        key = (metric, *labels)
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = metric.labels(*labels)
-        child.inc(by)
+    def _add(self, name: str, *labels: str, by: float = 1) -> None:
+        counts = self._counts[name]
+        counts[labels] = counts.get(labels, 0) + by
 
     def answered(self, endpoint: str, status: int, e2e_s: float) -> None:
-        self._add(self._requests, endpoint, str(status))
+        self._add("requests", endpoint, str(status))
         self._e2e_s.observe(e2e_s)
 
     def routed(self, route_s: float) -> None:
@@ -79,47 +123,90 @@ class GatewayMetrics:
 
     def fell(self, fallback: Fallback) -> None:
         labels = fallback.rung, fallback.reason, fallback.to, fallback.worker
-        self._add(self._fallbacks, *labels)
-        self._add(self._fallback_s, *labels, by=fallback.cost_s)
+        self._add("fallbacks", *labels)
+        self._add("fallback_seconds", *labels, by=fallback.cost_s)
 
     def refused(self, reason: str) -> None:
-        self._add(self._refused, reason)
+        self._add("requests_refused", reason)
+
+    def of_tenant(self, tenant_class: str, result: str) -> None:
+        """``result``: "routed", or why it was refused; "" is nobody's class."""
+        if tenant_class:
+            self._add("tenant_requests", tenant_class, result)
 
     def sent(self, worker: str, expected_hit_tokens: int) -> None:
-        self._add(self._forwarded, worker)
-        self._add(self._flight, worker)
+        self._add("worker_requests", worker)
+        self._flight[worker] = self._flight.get(worker, 0) + 1
         if expected_hit_tokens > 0:
-            self._add(self._expected, worker, by=expected_hit_tokens)
+            self._add("expected_hit_tokens", worker, by=expected_hit_tokens)
 
     def left(self, worker: str, status: int) -> None:
-        self._add(self._flight, worker, by=-1)
-        self._add(self._outcomes, worker, str(status))
+        self._flight[worker] -= 1
+        self._add("worker_outcomes", worker, str(status))
 
     def unreportable(self) -> None:
-        self._reports.inc()
+        self._add("reports_dropped")
 
     def paired(self, prefill: str, decode: str) -> None:
-        self._add(self._pairs, prefill, decode)
+        self._add("pairs", prefill, decode)
 
     def pairing_dropped(self) -> None:
-        self._own_pairing.inc()
+        self._add("pairing_fields_dropped")
 
     def first_byte(self, ttft_s: float) -> None:
         self._ttft_s.observe(ttft_s)
 
-    def used(self, worker: str, usage: Usage | None) -> None:
-        """What a complete answer reported."""
+    def used(
+        self,
+        worker: str,
+        usage: Usage | None,
+        tier_tokens: Sequence[int] = (),
+        tenant_class: str = "",
+    ) -> None:
+        """What a complete answer reported. ``tier_tokens``: from where its plan took the hit."""
         if usage is None:
-            self._add(self._unreported, worker)
+            self._add("usage_unreported", worker)
         elif usage.violation:
             self.violations += 1
             self.violation_last = f"{worker}: {usage.violation}"
-            self._add(self._violations, worker)
+            self._add("usage_violations", worker)
         else:
-            self._add(self._prompt, worker, by=max(0, usage.prompt_tokens))
-            self._add(self._completion, worker, by=max(0, usage.completion_tokens))
-            self._add(self._cached, worker, by=max(0, usage.cached_tokens))
+            completion_tokens = max(0, usage.completion_tokens)
+            self._add("completion_tokens", worker, by=completion_tokens)
+            self._add("cached_tokens", worker, by=max(0, usage.cached_tokens))
+            parts = by_source(usage.prompt_tokens, usage.cached_tokens, tier_tokens)
+            for source, tokens in parts:
+                self._add("prompt_tokens", worker, source, by=tokens)
+            if tenant_class:
+                self._add("tenant_completion_tokens", tenant_class, by=completion_tokens)
+                for source, tokens in parts:
+                    self._add("tenant_prompt_tokens", tenant_class, source, by=tokens)
 
     def text(self) -> bytes:
         """The Prometheus text form of the whole registry."""
         return generate_latest(self.registry)
+
+
+def by_source(
+    prompt_tokens: int, cached_tokens: int, tier_tokens: Sequence[int]
+) -> list[tuple[str, int]]:
+    """A prompt's tokens by `SOURCES`, zeros left out; together they are the prompt.
+
+    The engine tells how many it reused, the plan from where: the nearest tiers are counted first,
+    and what the engine had beyond the plan was in its own memory.
+    """
+    if prompt_tokens <= 0:
+        return []
+    if cached_tokens < 0:
+        return [("unreported", prompt_tokens)]
+    parts, left = [], cached_tokens
+    for tier, tokens in enumerate(tier_tokens):
+        if tokens and left:
+            parts.append((SOURCES[tier], min(tokens, left)))
+            left -= min(tokens, left)
+    if left:
+        own = parts.pop(0)[1] if parts and parts[0][0] == "hbm" else 0
+        parts.insert(0, ("hbm", own + left))
+    if prompt_tokens > cached_tokens:
+        parts.append(("computed", prompt_tokens - cached_tokens))
+    return parts

@@ -159,7 +159,8 @@ class Exchange:
         self._steer.finished(route, outcome)
         self._metrics.left(target.worker, status)
         if learns and status == 200 and self._reads_usage:
-            self._metrics.used(target.worker, self._answer.usage)
+            told = self._answer.usage
+            self._metrics.used(target.worker, told, target.tier_tokens, route.tenant_class)
 
     # -- the request ----------------------------------------------------------------------------
 
@@ -256,7 +257,8 @@ class Exchange:
     ) -> list[wire.Reply]:
         endpoints = ",".join(_addresses(route))
         headers: Headers = [(wire.DESTINATION.encode(), endpoints.encode())]
-        headers += [(n.encode(), v.encode()) for n, v in route.targets[0].headers]
+        told = (*route.targets[0].headers, *route.headers)
+        headers += [(n.encode(), v.encode()) for n, v in told]
         if request.header("x-request-id") != route.id:
             headers.append((b"x-request-id", route.id.encode()))
         # Without Accept-Encoding the engine answers in the clear, so that usage can be read.

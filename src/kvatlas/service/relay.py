@@ -104,6 +104,7 @@ class Relay:
         self._ends_at_s = ends_at_s
         self._ladder = Ladder(route, steer, metrics, ends_at_s)
         self._target = route.targets[0]
+        self._tier_tokens: tuple[int, ...] = ()  # from where the hit was to be taken
         self._sent_s = started_s
         self._silence = Silence()  # of the exchange under way
         self._held: _Head | None = None  # of an answer of which no byte has come yet
@@ -165,6 +166,8 @@ class Relay:
         self._steer.sent(self._route, target)
         self._sent_s = time.perf_counter()
         self._metrics.sent(target.worker, target.expected_hit_tokens)
+        if target.half != "decode":
+            self._tier_tokens = target.tier_tokens
 
     async def _attempt(self, target: Target) -> Ended | None:
         """None: the client was answered, one way or another."""
@@ -311,7 +314,8 @@ class Relay:
         return engine_id_of(told, url)
 
     def _engine_headers(self, target: Target) -> Headers:
-        added = [(name.encode(), value.encode()) for name, value in target.headers]
+        told = (*target.headers, *self._route.headers)
+        added = [(name.encode(), value.encode()) for name, value in told]
         added.append((b"x-request-id", self._route.id.encode()))
         replaced = {name.lower() for name, _ in added}
         if self._credentials is not None:
@@ -462,7 +466,7 @@ class Relay:
         if self._complete and self._prefilled_by:
             self._metrics.paired(self._prefilled_by, worker)
         if self._complete and self.status == 200 and self._reads_usage:
-            self._metrics.used(worker, told)
+            self._metrics.used(worker, told, self._tier_tokens, self._route.tenant_class)
 
 
 def route_headers(route: Route, target: Target | None) -> Headers:

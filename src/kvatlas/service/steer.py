@@ -27,7 +27,8 @@ class Inbound(msgspec.Struct):
     ``ttft_slo_s``: within what time its client wants the first token; ``deadline_s``: how long
     all of it may take, to the last byte. Both from its arrival; inf where there is none.
     ``tenant``: what its credentials proved, where they were asked for: what the salt says that
-    its engine gets, but for what is public of the prompt.
+    its engine gets, but for what is public of the prompt; ``tenant_class``: as what figures count
+    it, "" for nobody's.
     """
 
     id: str
@@ -39,15 +40,17 @@ class Inbound(msgspec.Struct):
     ttft_slo_s: float = math.inf
     deadline_s: float = math.inf
     tenant: TenantSalt | None = None
+    tenant_class: str = ""
 
 
 class Target(msgspec.Struct, frozen=True):
     """Where to send it: ``url`` is the engine's base URL, ``headers`` are added to the request.
 
     ``half``: which half of a pair it is asked to be, "" for all of it; ``pairing`` and
-    ``bootstrap`` are how the halves meet. ``remote_tokens``: of the expected hit, what must be
-    loaded from below hbm. ``ttft_s``: predicted seconds from here to its first token (of a first
-    half: of its pair), of them ``wait_s`` in queues; 0 where that could only be guessed.
+    ``bootstrap`` are how the halves meet. ``tier_tokens``: the expected hit by `Tier`; what is not
+    in hbm must be loaded. ``ttft_s``: predicted seconds from here to its first token (of a first
+    half: of its pair), of them ``wait_s`` in queues and ``load_s`` to load; 0 where that could only
+    be guessed.
     """
 
     worker: str
@@ -57,9 +60,10 @@ class Target(msgspec.Struct, frozen=True):
     half: Half = ""
     pairing: PairingProtocol = "nixl"
     bootstrap: str = ""
-    remote_tokens: int = 0
+    tier_tokens: tuple[int, ...] = ()
     ttft_s: float = 0.0
     wait_s: float = 0.0
+    load_s: float = 0.0
 
 
 def endpoint_of(url: str) -> tuple[str, str]:
@@ -77,7 +81,9 @@ class Route(msgspec.Struct):
     all where there are halves of pairs ("" where it may be split). ``deadline_s`` as in `Inbound`.
     ``alone_s``: of a pair, the seconds to the first token on one engine instead, 0 where they can
     only be guessed; inf where none can. ``fallbacks``: what it has left so far, in order.
-    ``salt``: the cache salt that its engines get, where it is ours to say.
+    ``salt``: the cache salt that its engines get, where it is ours to say. ``headers``: what they
+    all get besides their own. ``looked_up_s``: when its prompt had been looked up, on
+    `time.perf_counter`. ``tenant_class``: as in `Inbound`.
     """
 
     id: str
@@ -89,6 +95,9 @@ class Route(msgspec.Struct):
     alone_s: float = math.inf
     fallbacks: list[Fallback] = msgspec.field(default_factory=list)
     salt: str = ""
+    headers: tuple[tuple[str, str], ...] = ()
+    looked_up_s: float = 0.0
+    tenant_class: str = ""
 
 
 class Outcome(msgspec.Struct):

@@ -33,13 +33,14 @@ from kvatlas.core.dispatch import (
 from kvatlas.core.keys import Scope, salt_scope
 from kvatlas.core.ladder import SHARE
 from kvatlas.core.layout import Layout
-from kvatlas.core.records import Publisher, Refusal
+from kvatlas.core.records import Publisher
 from kvatlas.core.router import BLIND, Decision, Plan
 from kvatlas.core.tenancy import EVERYBODY
 from kvatlas.errors import RequestError
 from kvatlas.service.decision_log import DecisionLog, Entry
 from kvatlas.service.ladder import for_s
 from kvatlas.service.pairing import Pairing
+from kvatlas.service.refusals import not_taken, not_whole
 from kvatlas.service.salts import KeysOf, Salts, own_salt
 from kvatlas.service.steer import Half, Health, Inbound, Outcome, Route, Target, endpoint_of
 from kvatlas.service.tokens import Prompt
@@ -182,15 +183,16 @@ class Steering:
         ranks = self._serving(request)  # engines come and go meanwhile
         among, whole = self._pairing.candidates(request, ranks)
         if not among:
-            raise _not_whole(whole)
+            raise not_whole(whole)
         if request.id in self._pending:  # of another client: both halves go by its id
             request = msgspec.structs.replace(request, id=f"{request.id}#{self.decisions}")
         self.decisions += 1
         salt = self._salts.of(request, prompt)
         decision = self._decide(request, {p: ranks[p] for p in among}, prompt, salt)
+        looked_up_s = time.perf_counter()
         if decision.refusal is not None:
             self._log.refused(decision, self._owner(salt))
-            raise _not_taken(decision, decision.refusal)
+            raise not_taken(decision, decision.refusal)
         if decision.unkeyed:
             self.fallbacks[decision.unkeyed] += 1
         if not whole:
@@ -201,6 +203,7 @@ class Steering:
         self._serves[decision.id] = tuple(ranks)
         route = Route(decision.id, targets, decision.prompt_tokens, decision.unkeyed, whole)
         route.salt = salt if request.tenant is not None else ""
+        route.looked_up_s = looked_up_s
         if any(t.half for t in targets) and request.deadline_s < math.inf:
             route.alone_s = self._pairing.alone_s(decision, ranks)
         entry = self._pending[decision.id]
@@ -401,7 +404,7 @@ class Steering:
         return msgspec.structs.replace(
             self._priced(plan, "prefill" if first else ""),
             expected_hit_tokens=plan.resume_tokens,
-            remote_tokens=sum(plan.tier_tokens[1:]),
+            tier_tokens=plan.tier_tokens,
         )
 
     def _priced(self, plan: Plan, half: Half) -> Target:
@@ -415,6 +418,7 @@ class Steering:
             bootstrap=rank.bootstrap,
             ttft_s=price.ttft_s if price else 0.0,
             wait_s=price.wait_s if price else 0.0,
+            load_s=price.load_s if price else 0.0,
         )
 
     def _keys(self, rank: Rank, request: Inbound, tokens: bytes) -> KeysOf:
@@ -462,32 +466,6 @@ class Steering:
 def scope_of(request: Inbound) -> Scope:
     """Who may share this prompt's blocks, by the salt that its client chose."""
     return salt_scope(own_salt(request))
-
-
-def _not_taken(decision: Decision, refusal: Refusal) -> RequestError:
-    after_s = math.ceil(refusal.retry_after_s)
-    if refusal.reason == "in_flight_max":
-        text = "as many requests are in flight as may be (admission.in_flight_max)"
-        return RequestError(text, status=503, code="in_flight_max", retry_after_s=after_s)
-    text = (
-        f"no engine is predicted to give the first token within {decision.ttft_slo_s:.3g} s: the "
-        f"soonest, {refusal.soonest}, after {refusal.ttft_s:.3g} s, for others wait there"
-    )
-    return RequestError(text, status=429, code="slo_unreachable", retry_after_s=after_s)
-
-
-def _not_whole(why: str) -> RequestError:
-    """No engine here serves a request that is not split."""
-    if why == "no_pair":
-        text = "no two halves of a pair may meet, and no engine serves whole requests"
-        return RequestError(text, status=503, code="no_pair")
-    if why == "proxy":
-        text = "a proxy carries a request to one engine, and no engine here serves whole requests"
-        return RequestError(text, status=503, code="no_pair")
-    text = (
-        f"{why!r}: such a request cannot be split over a pair, and no engine here serves it alone"
-    )
-    return RequestError(text, code="not_pairable", param=why)
 
 
 def _adapter(rank: Rank, request: Inbound) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -31,10 +31,12 @@ CREDENTIAL_CHARS_MAX = 8192
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who asks, and what the salt of its requests says but for what is public of them."""
+    """Who asks, what the salt of its requests says but for what is public of them, and as what
+    figures count it."""
 
     tenant: str
     salt: TenantSalt
+    tenant_class: str
 
 
 class _One(msgspec.Struct, frozen=True):
@@ -125,6 +127,10 @@ class Tenants:
             {one.tenant.jwt or one.tenant.name: one for one in all_},
         )
 
+    def tagged(self) -> Iterator[tuple[Tenant, str]]:
+        """Each tenant, and the tag by which all other parts know it."""
+        return ((one.tenant, one.tag) for one in self._known.by_claim.values())
+
     # -- requests ---------------------------------------------------------------------------------
 
     def check(self, request: Request, body: Mapping[str, object]) -> None:
@@ -198,7 +204,7 @@ class Tenants:
         except ValueError as error:
             raise _bad_session(str(error)) from error
         epoch = epoch_at(tenant.epoch, tenant.rotation_s, self._clock())
-        return Caller(tenant.name, TenantSalt(tag, epoch, within))
+        return Caller(tenant.name, TenantSalt(tag, epoch, within), tenant.tenant_class)
 
 
 def load(path: Path) -> TenantsFile:
