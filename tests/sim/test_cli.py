@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import subprocess
@@ -53,6 +54,26 @@ def test_a_report_for_people_and_one_for_machines(
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
     assert sorted(int(row["id"]) for row in rows) == list(range(60))
     assert sum(row["cached_tokens"] for row in rows) == sum(tokens["hits"].values())
+
+
+def test_a_line_per_figure(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told, table = tmp_path / "out.json", tmp_path / "out.csv"
+    argv = ["sim", "--trace", str(trace), "--engines", "2", "--tiers", "dram=1GB", "--quiet"]
+    assert main([*argv, "--json", str(told), "--csv", str(table)]) == 0
+    capsys.readouterr()
+    report = json.loads(told.read_text())
+    lines = list(csv.DictReader(io.StringIO(table.read_text())))
+    found = {(row["table"], row["of"], row["figure"]): row["value"] for row in lines}
+    assert len(found) == len(lines)
+    assert found["run", "", "policy"] == "price"
+    assert found["latency", "ttft_s", "p95"] == str(report["latency"]["ttft_s"]["p95"])
+    assert found["latency", "slo", "ttft_s"] == "", "none was given"
+    assert found["tokens", "hits", "hbm"] == str(report["tokens"]["hits"]["hbm"])
+    assert found["engines", "engine-1", "requests"] == str(report["engines"][1]["requests"])
+    node, use = next(iter(report["agents"].items()))
+    for what, size_bytes in use["moved_bytes"].items():
+        assert found["agents", f"{node} moved_bytes", what] == str(size_bytes)
+    assert {row["table"] for row in lines} > {"seconds", "links", "pairs"}
 
 
 def test_people_see_what_the_busiest_links_carried() -> None:
@@ -147,7 +168,7 @@ def test_an_option_before_faults_is_not_ignored(
     assert told.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--json", "--export"])
+@pytest.mark.parametrize("option", ["--json", "--csv", "--export", "--html"])
 def test_a_result_never_goes_over_what_is_read(
     trace: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

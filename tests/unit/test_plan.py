@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvatlas.cli.main import main
+from kvatlas.cli.output import csv_bytes
 from kvatlas.cli.plan import figures
 from kvatlas.errors import ConfigError
 from kvatlas.report.money import STORAGE, Price, StoragePrice
@@ -197,7 +198,7 @@ def test_the_largest_batch_is_what_the_pool_holds() -> None:
 
 def test_every_figure_is_a_line_of_csv() -> None:
     found = planned()
-    lines = list(csv.DictReader(io.StringIO(figures(found))))
+    lines = list(csv.DictReader(io.StringIO(csv_bytes(figures(found)).decode())))
     assert {line["table"] for line in lines} == set(tables(found))
     (cost,) = [
         line for line in lines
@@ -247,6 +248,22 @@ def test_what_is_given_is_not_assumed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert result["terms"]["contexts"] == [512, 4096]
 
 
+def test_what_stands_where_nobody_gives_it_fits_the_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, told = tmp_path / "cluster.toml", tmp_path / "plan.json"
+    cluster.write_text('[[engine]]\nmodel = "llama-3.1-8b"\ncontext_tokens = 16384\n')
+    assert main(["plan", "--cluster", str(cluster), "--json", str(told)]) == 0
+    assert json.loads(told.read_text())["terms"]["contexts"] == [2048, 8192]
+    cluster.write_text('[[engine]]\nmodel = "llama-3.1-8b"\ncontext_tokens = 1024\n')
+    capsys.readouterr()
+    assert main(["plan", "--cluster", str(cluster)]) == 2
+    assert "--mix 8192:1024: the engines take up to 1,024 tokens" in capsys.readouterr().err
+    given = ["--mix", "512:64", "--json", str(told)]
+    assert main(["plan", "--cluster", str(cluster), *given]) == 0
+    assert json.loads(told.read_text())["terms"]["contexts"] == [1024]
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -286,6 +303,8 @@ def test_what_is_given_is_not_assumed(tmp_path: Path, capsys: pytest.CaptureFixt
         ([*H200, "--html", "no/such/place.html"], "there is no no/such"),
         ([*H200, "--json", "same", "--csv", "same"], "reads or writes that file already"),
         (["--seed-case", "--gpu-hour", "2"], "--gpu-hour: the seed's case has its own inputs"),
+        (["--seed-case", "--context", "512"], "--context: the seed's case has its own inputs"),
+        (["--seed-case", "--store-gb-month", "0"], "--store-gb-month: the seed's case"),
         (["--seed-case", *H200], "--model: the seed's case has its own inputs"),
     ],
 )  # fmt: skip

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvatlas.cli.ending import run_until_ended
-from kvatlas.cli.output import check_output, json_bytes, table_console, write_files
+from kvatlas.cli.output import check_outputs, json_bytes, table_console, write_files
 from kvatlas.cli.trace_input import add_trace_options, opened
 from kvatlas.errors import ConfigError, KvatlasError
 from kvatlas.report.axes import number
@@ -118,9 +118,7 @@ def _add_knee(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    outputs = {"--html": args.html, "--json": args.json, "--csv": args.csv}
-    for option, path in outputs.items():
-        check_output(option, path, args.trace, *(p for o, p in outputs.items() if o != option))
+    check_outputs(args, ("html", "json", "csv"), args.trace)
     plan, arms = _plan(args), _arms(args)
     check(plan, arms)
     source = _family(args) if args.family is not None else opened(args)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
-import io
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +17,8 @@ from rich.table import Table
 from kvatlas import __version__
 from kvatlas.cli.output import (
     Assumption,
-    check_output,
+    check_outputs,
+    csv_bytes,
     json_bytes,
     progress,
     table_console,
@@ -125,9 +124,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("json", "csv", "html"):
-        others = [getattr(args, other) for other in ("json", "csv", "html") if other != name]
-        check_output(f"--{name}", getattr(args, name), args.trace, args.cluster, *others)
+    check_outputs(args, ("json", "csv", "html"), args.trace, args.cluster)
     names = _arrangements(args.arrangements)
     setup, assumed = _setup(args)
     workloads = _workloads(args, setup)
@@ -147,12 +144,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         write_files(
             ("--json", args.json, lambda: json_bytes(result)),
-            ("--csv", args.csv, lambda: table(found).encode()),
-            (
-                "--html",
-                args.html,
-                lambda: _page(result).encode(),
-            ),
+            ("--csv", args.csv, lambda: csv_bytes(table(found))),
+            ("--html", args.html, lambda: _page(result).encode()),
         )
     finally:
         show(result, table_console(150))
@@ -341,28 +334,26 @@ def _time(value: Interval | None) -> str:
     return f"{seconds(value.mean)} ±{off:.0%}"
 
 
-def table(found: Sequence[Cell]) -> str:
+def table(found: Sequence[Cell]) -> Iterator[list[object]]:
     """A line per cell: figures, hit tokens by tier, bytes moved."""
     tiers = sorted({tier for cell in found for tier in cell.hit_tokens})
     moves = sorted({move for cell in found for move in cell.moved_bytes})
-    out = io.StringIO()
-    writer = csv.writer(out)
-    figures = list(found[0].figures)
-    writer.writerow(
-        ["workload", "arrangement", "seed", "prefill_engines", *figures, "prompt_tokens"]
-        + [f"hit_tokens_{tier}" for tier in tiers]
-        + ["recomputed_tokens", "unserved_tokens", "output_tokens"]
-        + [f"bytes_{move.replace(' ', '_')}" for move in moves]
-    )
+    names = list(found[0].figures)
+    yield [
+        *("workload", "arrangement", "seed", "prefill_engines", *names, "prompt_tokens"),
+        *(f"hit_tokens_{tier}" for tier in tiers),
+        *("recomputed_tokens", "unserved_tokens", "output_tokens"),
+        *(f"bytes_{move.replace(' ', '_')}" for move in moves),
+    ]
     for cell in found:
-        writer.writerow(
-            [cell.workload, cell.arrangement, cell.seed, cell.prefill_engines]
-            + [cell.figures[name] for name in figures]
-            + [cell.prompt_tokens, *(cell.hit_tokens.get(tier, 0) for tier in tiers)]
-            + [cell.recomputed, cell.unserved, cell.output_tokens]
-            + [cell.moved_bytes.get(move, 0) for move in moves]
-        )
-    return out.getvalue()
+        yield [
+            *(cell.workload, cell.arrangement, cell.seed, cell.prefill_engines),
+            *(cell.figures[name] for name in names),
+            cell.prompt_tokens,
+            *(cell.hit_tokens.get(tier, 0) for tier in tiers),
+            *(cell.recomputed, cell.unserved, cell.output_tokens),
+            *(cell.moved_bytes.get(move, 0) for move in moves),
+        ]
 
 
 def _page(result: Result) -> str:

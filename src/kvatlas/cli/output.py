@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import os
 import sys
+from argparse import Namespace
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -40,6 +43,13 @@ def print_json(value: object) -> None:
     print(json_bytes(value).decode(), end="")
 
 
+def csv_bytes(lines: Iterable[Sequence[object]]) -> bytes:
+    """Lines as CSV; None is an empty cell."""
+    out = io.StringIO()
+    csv.writer(out).writerows(lines)
+    return out.getvalue().encode()
+
+
 def check_output(option: str, path: Path | None, *others: Path | None) -> None:
     """Before a long run: that its result can be written to ``path``, and that this is none of the
     ``others``, which the command reads or writes. Raises ConfigError."""
@@ -55,6 +65,13 @@ def check_output(option: str, path: Path | None, *others: Path | None) -> None:
         raise ConfigError(f"{option} {path}: cannot be written: there is no {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{option} {path}: cannot be written: permission denied")
+
+
+def check_outputs(args: Namespace, names: Sequence[str], *read: Path | None) -> None:
+    """The same for each option of ``names`` beside the others; ``read``: what the command reads."""
+    for name in names:
+        others = [getattr(args, other) for other in names if other != name]
+        check_output(f"--{name}", getattr(args, name), *read, *others)
 
 
 def read_file(path: Path) -> bytes:

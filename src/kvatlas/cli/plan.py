@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kvatlas import __version__
-from kvatlas.cli.output import Assumption, check_output, json_bytes, table_console, write_files
+from kvatlas.cli.output import (
+    Assumption,
+    check_outputs,
+    csv_bytes,
+    json_bytes,
+    table_console,
+    write_files,
+)
 from kvatlas.cli.plan_seed import run_seed_case
 from kvatlas.cli.prices import add_price_options, device_prices, room_prices
 from kvatlas.errors import ConfigError
@@ -28,9 +33,11 @@ from kvatlas.workload.device import MEMORY_EFFICIENCY, PREFILL_EFFICIENCY, Devic
 TOKENS_MAX = 1 << 24
 LIST_MAX = 16
 TTL_MAX_S = 10 * 365 * 86_400.0
+_ENGINE = ("model", "device", "devices", "engines", "precision", "expert_precision")
+_CONTEXTS = (2048, 8192, 32_768, 131_072)
+_BATCHES = (1, 16, 64, 256)
 _MIX = (8192, 1024)
 _TTL_S = 3600.0
-_FILES = ("json", "csv", "html")
 
 _EPILOG = """\
 Nothing is played: each figure is the time model's, the layout's and the prices'. Prices that you
@@ -87,9 +94,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--engines", type=int, metavar="N", help="equal engines (1)")
     add("--precision", metavar="TYPE", help="of the weights (fp8)")
     add("--expert-precision", metavar="TYPE", help="of the experts (as --precision)")
-    add("--context", default="2048,8192,32768,131072", metavar="LIST",
-        help="tokens before (%(default)s)")  # fmt: skip
-    add("--batch", default="1,16,64,256", metavar="LIST", help="requests at once (%(default)s)")
+    add("--context", metavar="LIST", help="tokens before (2048,8192,32768,131072)")
+    add("--batch", metavar="LIST", help="requests at once (1,16,64,256)")
     add("--mix", metavar="PROMPT:OUTPUT", help="tokens of a request (8192:1024)")
     add("--tpot-s", type=float, metavar="S", help="no batch of the mix with longer steps (any)")
     add("--ttl-s", type=float, metavar="S", help="how long a prefix is held (3600)")
@@ -103,9 +109,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in _FILES:
-        others = [getattr(args, other) for other in _FILES if other != name]
-        check_output(f"--{name}", getattr(args, name), args.cluster, *others)
+    check_outputs(args, ("json", "csv", "html"), args.cluster)
     if args.seed_case:
         _alone(args)
         return run_seed_case(args.json, args.csv, args.html)
@@ -126,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         write_files(
             ("--json", args.json, lambda: json_bytes(result)),
-            ("--csv", args.csv, lambda: figures(result.plan).encode()),
+            ("--csv", args.csv, lambda: csv_bytes(figures(result.plan))),
             ("--html", args.html, lambda: page(_head(result), said_of, result.plan).encode()),
         )
     finally:
@@ -139,18 +143,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _alone(args: argparse.Namespace) -> None:
     """The seed's case has inputs of its own."""
-    for name in ("cluster", "model", "device", "devices", "engines", "gpu_hour", "mix", "ttl_s"):
+    rooms = ("dram_gb_month", "disk_gb_month", "store_gb_month")
+    terms = ("mix", "tpot_s", "ttl_s", "context", "batch", "gpu_hour", *rooms)
+    for name in ("cluster", *_ENGINE, *terms):
         if getattr(args, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option}: the seed's case has its own inputs: leave it out")
 
 
 def _cluster(args: argparse.Namespace) -> tuple[Cluster, list[Assumption]]:
-    given = [
-        name
-        for name in ("model", "device", "devices", "engines", "precision", "expert_precision")
-        if getattr(args, name) is not None
-    ]
+    given = [name for name in _ENGINE if getattr(args, name) is not None]
     if args.cluster is not None:
         if given:
             option = f"--{given[0].replace('_', '-')}"
@@ -207,11 +209,15 @@ def _reached(engines: list[Engine]) -> list[Assumption]:
 
 def _terms(args: argparse.Namespace, engines: list[Engine], assumed: list[Assumption]) -> Terms:
     longest = min(engine.kind.spec.context_tokens for engine in engines)
-    contexts = _numbers("--context", args.context, min(longest, TOKENS_MAX))
-    batches = _numbers("--batch", args.batch, 1 << 20)
+    contexts = tuple(tokens for tokens in _CONTEXTS if tokens <= longest) or (longest,)
+    if args.context is not None:
+        contexts = _numbers("--context", args.context, min(longest, TOKENS_MAX))
+    batches = _BATCHES if args.batch is None else _numbers("--batch", args.batch, 1 << 20)
     prompt, output = _MIX if args.mix is None else _mix(args.mix)
     if prompt + output > longest:
-        raise ConfigError(f"--mix {args.mix}: the engines take up to {longest:,} tokens together")
+        raise ConfigError(
+            f"--mix {prompt}:{output}: the engines take up to {longest:,} tokens together"
+        )
     if args.mix is None:
         assumed.append(Assumption("--mix", f"{prompt}:{output}", "default"))
     ttl_s = _TTL_S if args.ttl_s is None else args.ttl_s
@@ -291,19 +297,12 @@ def _head(result: Result) -> list[str]:
     return lines
 
 
-def figures(found: Plan) -> str:
-    """A line per figure: its table, what it is of, its name, its value."""
-    out = io.StringIO()
-    writer = csv.writer(out)
-    writer.writerow(["table", "of", "figure", "value"])
-    writer.writerows(_rows(found))
-    return out.getvalue()
-
-
 _OF = ("engine", "way", "tier", "context", "position", "batch", "hit_share", "block_tokens")
 
 
-def _rows(found: Plan) -> Iterator[list[object]]:
+def figures(found: Plan) -> Iterator[list[object]]:
+    """A line per figure: its table, what it is of, its name, its value."""
+    yield ["table", "of", "figure", "value"]
     for name in CAPTIONS:
         for row in getattr(found, name):
             values = msgspec.structs.asdict(row)
@@ -311,4 +310,4 @@ def _rows(found: Plan) -> Iterator[list[object]]:
             of = " ".join(str(values[key]) for key in keys)
             for figure, value in values.items():
                 if figure not in keys:
-                    yield [name, of, figure, "" if value is None else value]
+                    yield [name, of, figure, value]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvatlas import __version__
-from kvatlas.cli.output import json_bytes, table_console, write_files
+from kvatlas.cli.output import csv_bytes, json_bytes, table_console, write_files
 from kvatlas.report.html import Part, Tone, badge, section
 from kvatlas.report.html import page as html_page
 from kvatlas.report.html import table as html_table
@@ -59,7 +57,7 @@ def run_seed_case(json: Path | None, csv_file: Path | None, html: Path | None) -
     try:
         write_files(
             ("--json", json, lambda: json_bytes(result)),
-            ("--csv", csv_file, lambda: figures(result).encode()),
+            ("--csv", csv_file, lambda: csv_bytes(figures(result))),
             ("--html", html, lambda: page(result).encode()),
         )
     finally:
@@ -157,21 +155,15 @@ def _notes(found: Sequence[Line]) -> list[str]:
     return [f"{line.where} {line.what}: {line.note}" for line in found if line.note]
 
 
-def figures(result: SeedCase) -> str:
+def figures(result: SeedCase) -> Iterator[list[object]]:
     """A line per figure and conclusion."""
-    out = io.StringIO()
-    writer = csv.writer(out)
-    writer.writerow(
-        ["kind", "where", "what", "unit", "document", "own", "computed", "low", "high", "verdict"]
-    )
+    yield ["kind", "where", "what", "unit", "document", "own", "computed", "low", "high", "verdict"]
     for line in result.lines:
         values = [line.seed, line.own, line.computed, line.low, line.high]
-        cells = ["" if value is None else value for value in values]
-        writer.writerow(["line", line.where, line.what, line.unit, *cells, ""])
+        yield ["line", line.where, line.what, line.unit, *values, None]
     for each in result.conclusions:
-        cells = [each.seed, "", each.computed, each.low, each.high]
-        writer.writerow(["conclusion", each.where, each.claim, each.unit, *cells, each.verdict])
-    return out.getvalue()
+        values = [each.seed, None, each.computed, each.low, each.high]
+        yield ["conclusion", each.where, each.claim, each.unit, *values, each.verdict]
 
 
 def page(result: SeedCase) -> str:

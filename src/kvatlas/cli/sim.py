@@ -18,7 +18,14 @@ from rich.table import Table
 
 from kvatlas import __version__
 from kvatlas.cli import sim_faults, sim_prices
-from kvatlas.cli.output import check_output, json_bytes, print_json, progress, write_files
+from kvatlas.cli.output import (
+    check_outputs,
+    csv_bytes,
+    json_bytes,
+    print_json,
+    progress,
+    write_files,
+)
 from kvatlas.cli.trace_input import add_trace_options, opened
 from kvatlas.core.router import Policy
 from kvatlas.errors import ConfigError
@@ -45,7 +52,7 @@ examples:
   kvatlas sim --trace mooncake_conversation.jsonl.xz
   kvatlas sim --trace trace.jsonl --engines 4 --policy round_robin --limit 2000
   kvatlas sim --trace trace.jsonl --cluster cluster.toml --slo-ttft-s 4 --json result.json
-  kvatlas sim --trace trace.jsonl --tiers dram=1TB,disk=8TB
+  kvatlas sim --trace trace.jsonl --tiers dram=1TB,disk=8TB --html sim.html --csv sim.csv
   kvatlas sim faults --seeds 200
   kvatlas sim prices
 
@@ -90,6 +97,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--slo-ttft-s", type=float, metavar="S", help="objective: time to first token")
     add("--slo-tpot-s", type=float, metavar="S", help="objective: time per output token")
     add("--json", type=Path, metavar="FILE", help="also write the result as JSON (- for stdout)")
+    add("--csv", type=Path, metavar="FILE", help="write a line per figure")
     add("--export", type=Path, metavar="FILE", help="write one JSON line per request")
     add("--html", type=Path, metavar="FILE", help="write the report as one page")
     add("--quiet", action="store_true", help="no progress bar")
@@ -100,10 +108,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    if str(args.json) != "-":
-        check_output("--json", args.json, args.trace, args.cluster, args.export, args.html)
-    check_output("--export", args.export, args.trace, args.cluster, args.html)
-    check_output("--html", args.html, args.trace, args.cluster)
+    piped = str(args.json) == "-"
+    files = ("csv", "export", "html") if piped else ("json", "csv", "export", "html")
+    check_outputs(args, files, args.trace, args.cluster)
     cluster = _cluster(args)
     play = _play(args)
     trace = opened(args)
@@ -128,7 +135,6 @@ def run(args: argparse.Namespace) -> int:
         )
     if not report.latency.requests:
         raise ConfigError(f"{args.trace}: no requests in it")
-    piped = str(args.json) == "-"
 
     def html() -> bytes:
         curve = hit_curve(trace, cluster, args.limit)
@@ -138,6 +144,7 @@ def run(args: argparse.Namespace) -> int:
         write_files(
             ("--html", args.html, html),
             ("--json", None if piped else args.json, lambda: json_bytes(report)),
+            ("--csv", args.csv, lambda: csv_bytes(figures(report))),
         )
     finally:
         if piped:
@@ -285,6 +292,27 @@ def show(report: SimReport, console: Console) -> None:
     console.print(_engine_table(report))
     for kind, count in report.faults.items():
         console.print(f"{count} × {kind}", markup=False)
+
+
+def figures(report: SimReport) -> Iterator[tuple[str, str, str, object]]:
+    """A line per figure of the report: its table, what it is of, its name, its value."""
+    yield "table", "of", "figure", "value"
+    for table, values in msgspec.to_builtins(report).items():
+        if isinstance(values, tuple):  # engines, each with its name
+            for row in values:
+                yield from _figures(table, row.pop("name"), row)
+        elif isinstance(values, dict):
+            yield from _figures(table, "", values)
+        else:
+            yield "run", "", table, values
+
+
+def _figures(table: str, of: str, values: dict[str, Any]) -> Iterator[tuple[str, str, str, object]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _figures(table, f"{of} {name}".strip(), value)
+        else:
+            yield table, of, name, value
 
 
 def _tier_rows(report: SimReport, facts: Table) -> None:
