@@ -173,9 +173,12 @@ class NameTables(RuleBasedStateMachine):
 
     @rule(step=st.integers(1, 500))
     def walk(self, step: int) -> None:
-        def walked(table: _native.NameTable | twins.NameTable) -> list[bytes]:
+        def walked(table: _native.NameTable | twins.NameTable) -> list[tuple[int, bytes]]:
             starts = range(0, table.slots(), step)
-            return sorted(itertools.chain(*(table.values(i, i + step) for i in starts)))
+            entries = list(itertools.chain(*(table.entries(i, i + step) for i in starts)))
+            values = list(itertools.chain(*(table.values(i, i + step) for i in starts)))
+            assert [key for _, key in entries] == values
+            return sorted(entries)
 
         assert walked(self.native) == walked(self.twin)
 
@@ -208,6 +211,7 @@ def test_what_is_no_key_is_refused_alike(bad: object) -> None:
             lambda: named.__setitem__(1, bytes(16)),
             lambda: named.__delitem__(1),
             lambda: named.values(-1, 2),
+            lambda: named.entries(-1, 2),
         ]
         return [*map(outcome, calls), len(keyed), keyed.get(bytes(16), 0), len(named)]
 

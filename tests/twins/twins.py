@@ -93,6 +93,12 @@ class NameTable:
             raise ValueError("values(start, end) takes 0 <= start <= end")
         return list(itertools.islice(self._keys.values(), start, end))
 
+    def entries(self, start: int, end: int, /) -> list[tuple[int, bytes]]:
+        """The same, with their names."""
+        if not 0 <= start <= end:
+            raise ValueError("entries(start, end) takes 0 <= start <= end")
+        return list(itertools.islice(self._keys.items(), start, end))
+
     def __setitem__(self, name: int, key: bytes, /) -> None:
         if not any(_checked(key)):
             raise ValueError("a block key of zeros means none")

@@ -47,6 +47,9 @@ class NameTable:
     def values(self, start: int, end: int, /) -> list[bytes]:
         """Keys in the places ``start`` to ``end``: a walk in parts, while nothing is changed."""
 
+    def entries(self, start: int, end: int, /) -> list[tuple[int, bytes]]:
+        """The same, with their names."""
+
     def __setitem__(self, name: int, key: bytes, /) -> None: ...
     def __delitem__(self, name: int, /) -> None: ...
     def __contains__(self, name: int, /) -> bool: ...

@@ -80,7 +80,7 @@ template <class K, class V> class Table {
 
     template <class Visit> void each(size_t from, size_t to, Visit visit) const {
         for (size_t i = from; i < to && i < capacity_; i++)
-            if (!is_empty(slots_[i].value)) visit(slots_[i].value);
+            if (!is_empty(slots_[i].value)) visit(slots_[i].key, slots_[i].value);
     }
 
   private:
@@ -235,8 +235,19 @@ struct NameTable : Table<uint64_t, Key> {
             raise(PyExc_ValueError, "values(start, end) takes 0 <= start <= end");
         nb::list keys;
         each(static_cast<size_t>(start), static_cast<size_t>(end),
-             [&](const Key &key) { keys.append(object_of(key)); });
+             [&](uint64_t, const Key &key) { keys.append(object_of(key)); });
         return keys;
+    }
+
+    nb::list entries(Py_ssize_t start, Py_ssize_t end) const {
+        if (start < 0 || end < start)
+            raise(PyExc_ValueError, "entries(start, end) takes 0 <= start <= end");
+        nb::list found;
+        each(static_cast<size_t>(start), static_cast<size_t>(end),
+             [&](uint64_t name, const Key &key) {
+                 found.append(nb::make_tuple(name, object_of(key)));
+             });
+        return found;
     }
 };
 
@@ -323,5 +334,6 @@ void bind_tables(nb::module_ &module) {
         .def(nb::init<>())
         .def("slots", &NameTable::slots)
         .def("values", &NameTable::values)
+        .def("entries", &NameTable::entries)
         .def("__sizeof__", &NameTable::bytes);
 }
