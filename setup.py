@@ -29,7 +29,7 @@ def compiled(module: str, *sources: str) -> Extension:
 
 setup(
     ext_modules=[
-        compiled("kvatlas.core._native", "hashing", "native", "tables"),
+        compiled("kvatlas.core._native", "hashing", "native", "tables", "token_ids"),
         compiled("kvatlas.dataplane._copies", "copies"),
     ]
 )

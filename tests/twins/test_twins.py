@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,6 +95,18 @@ class KeyTables(RuleBasedStateMachine):
         self.native[key] = self.twin[key] = value
         self.held.append(key)
 
+    @rule(some=st.lists(keys), bit=st.sampled_from([0, 3, 8, 70, 300]), known=st.booleans())
+    def add(self, some: list[bytes], bit: int, known: bool) -> None:
+        some = [*some, *(self.held[-20:] if known else ())]
+        shared = {value: value for value in VALUES}
+        mine, theirs = dict(shared), dict(shared)
+        assert self.native.add(some, 1 << bit, mine) == self.twin.add(some, 1 << bit, theirs)
+        assert mine == theirs
+        for key in some:  # equal, but each has made its own new objects
+            assert self.native.get(key, -1) == self.twin.get(key, -2)
+            self.native[key] = self.twin.get(key, -1)
+        self.held += some
+
     @rule(seed=st.integers(0, 9), count=st.integers(1, 400), value=values)
     def grow(self, seed: int, count: int, value: int) -> None:
         source = random.Random(seed)
@@ -149,6 +162,14 @@ class NameTables(RuleBasedStateMachine):
         stored = outcome(lambda: self.native.__setitem__(name, key))
         assert stored == outcome(lambda: self.twin.__setitem__(name, key))
         self.held.append(name)
+
+    @rule(some=st.lists(names), key=keys, more=st.integers(0, 1))
+    def add(self, some: list[int], key: bytes, more: int) -> None:
+        values = [key, *KEYS[1:]] * len(some)
+        values = values[: len(some) + more]
+        added = outcome(lambda: self.native.add(some, values))
+        assert added == outcome(lambda: self.twin.add(some, values))
+        self.held += some
 
     @rule(seed=st.integers(0, 9), count=st.integers(1, 400), key=keys)
     def grow(self, seed: int, count: int, key: bytes) -> None:
@@ -206,9 +227,12 @@ def test_what_is_no_key_is_refused_alike(bad: object) -> None:
             lambda: keyed.__setitem__(bad, 1),
             lambda: keyed.__delitem__(bad),
             lambda: keyed.runs([bytes(16), bad]),
+            lambda: keyed.add([b"k" * 16, bad], 1, {}),
             lambda: keyed.__setitem__(bytes(16), "no number"),
             lambda: named.__setitem__(1, bad),
             lambda: named.__setitem__(1, bytes(16)),
+            lambda: named.add([1, 2], [b"k" * 16, bad]),
+            lambda: named.add([1, 2], [b"k" * 16, bytes(16)]),
             lambda: named.__delitem__(1),
             lambda: named.values(-1, 2),
             lambda: named.entries(-1, 2),
@@ -232,6 +256,55 @@ def test_no_table_is_used_before_it_is_made() -> None:
     for call in calls:
         with pytest.raises(TypeError, match="initialised"):
             call()
+
+
+# -- token ids ------------------------------------------------------------------------------------
+
+numbers = st.one_of(
+    *(st.integers(2**n - 2, 2**n + 1) for n in (7, 8, 16, 31, 32, 63)), st.integers(-300, 300)
+)
+
+
+def same_ids(raw: bytes) -> bool:
+    """Do both read ``raw`` alike? Returns whether they read it at all."""
+    try:
+        ids = twins.token_ids(raw)
+    except ValueError:
+        with pytest.raises(ValueError, match=r"list|id"):
+            _native.token_ids(raw)
+        return False
+    assert _native.token_ids(raw) == _native.token_ids(memoryview(raw)) == ids
+    return True
+
+
+@given(st.lists(numbers, max_size=40), st.integers(0, 3))
+def test_token_ids_are_read_alike(ids: list[int], repeated: int) -> None:
+    ids = ids * 12**repeated  # lists of up to 15, 65,535 and more have heads of their own
+    raw = msgspec.msgpack.encode(ids)
+    assert same_ids(raw) == all(0 <= i < 2**32 for i in ids)
+    assert not same_ids(raw + b"\0")
+    assert not ids or not same_ids(raw[:-1])
+
+
+@pytest.mark.parametrize("kind", [0xCC, 0xCD, 0xCE, 0xCF, 0xD0, 0xD1, 0xD2, 0xD3])
+@pytest.mark.parametrize("value", [0, 1, 127, 128, 255])
+def test_every_width_is_read(kind: int, value: int) -> None:
+    width = 1 << (kind & 3)
+    if kind < 0xD0 or width > 1 or value < 128:
+        assert same_ids(bytes([0x91, kind]) + value.to_bytes(width, "big"))
+    else:
+        assert not same_ids(bytes([0x91, kind, value]))  # below zero
+
+
+@given(
+    st.binary(max_size=12)
+    | st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(max_size=3) | numbers,
+        lambda inner: st.lists(inner, max_size=3),
+    ).map(msgspec.msgpack.encode)
+)
+def test_what_is_no_list_of_token_ids_is_refused_alike(raw: bytes) -> None:
+    same_ids(raw)
 
 
 # -- the chain ------------------------------------------------------------------------------------

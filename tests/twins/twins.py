@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import struct
 from collections.abc import Sequence
 
+import msgspec
 from typing_extensions import Buffer
 
 accelerated = True
@@ -29,6 +31,18 @@ def chain(secret: bytes, parent: bytes, tokens: Buffer, block_bytes: int, /) -> 
     return keys
 
 
+def token_ids(ids: Buffer, /) -> bytes:
+    """A MessagePack list of token ids as uint32, little endian.
+
+    ValueError for what is no such list, or no id from 0 to 2**32 - 1.
+    """
+    try:
+        found = msgspec.msgpack.decode(ids, type=list[int])
+        return struct.pack(f"<{len(found)}I", *found)
+    except (msgspec.DecodeError, struct.error) as error:
+        raise ValueError(str(error)) from None
+
+
 class KeyTable:
     """16-byte block keys → holder sets, as the bits of an integer; 24 bytes an entry.
 
@@ -40,6 +54,21 @@ class KeyTable:
 
     def get(self, key: bytes, default: int, /) -> int:
         return self._held.get(_checked(key), default)
+
+    def add(self, keys: Sequence[bytes], bit: int, shared: dict[int, int], /) -> list[int]:
+        """Set one bit in the value of each key; returns the places of those that had it.
+
+        Equal values become one object, that of ``shared``, which learns those that are new.
+        """
+        places = []
+        shared.setdefault(bit, bit)
+        for place, key in enumerate(list(map(_checked, keys))):
+            value = self._held.get(key, 0)
+            if value | bit == value:
+                places.append(place)
+            else:
+                self._held[key] = shared.setdefault(value | bit, value | bit)
+        return places
 
     def runs(self, keys: Sequence[bytes], /) -> list[tuple[int, int]]:
         """(index, value) wherever the value differs, as an object, from that of the key before.
@@ -82,6 +111,15 @@ class NameTable:
 
     def get(self, name: int, /) -> bytes | None:
         return self._keys.get(name & _NAME)
+
+    def add(self, names: Sequence[int], keys: Sequence[bytes], /) -> None:
+        """Set each name to the key in its place. ValueError for numbers that differ."""
+        checked = list(map(_checked, keys))
+        if len(names) != len(checked):
+            raise ValueError("as many names as keys")
+        if not all(map(any, checked)):
+            raise ValueError("a block key of zeros means none")
+        self._keys.update((name & _NAME, key) for name, key in zip(names, checked, strict=True))
 
     def slots(self) -> int:
         """Places in the table, taken or not."""

@@ -1,4 +1,5 @@
-"""The compiled part of core: the hash chain (hashing.cpp) and two hash tables (tables.cpp)."""
+"""The compiled part of core: the hash chain (hashing.cpp), two hash tables (tables.cpp), and token
+ids as engines write them (token_ids.cpp)."""
 
 from collections.abc import Sequence
 from typing import final
@@ -14,6 +15,12 @@ def chain(secret: bytes, parent: bytes, tokens: Buffer, block_bytes: int, /) -> 
     ``accelerated``.
     """
 
+def token_ids(ids: Buffer, /) -> bytes:
+    """A MessagePack list of token ids as uint32, little endian.
+
+    ValueError for what is no such list, or no id from 0 to 2**32 - 1.
+    """
+
 @final
 class KeyTable:
     """16-byte block keys → holder sets, as the bits of an integer; 24 bytes an entry.
@@ -22,6 +29,12 @@ class KeyTable:
     """
 
     def get(self, key: bytes, default: int, /) -> int: ...
+    def add(self, keys: Sequence[bytes], bit: int, shared: dict[int, int], /) -> list[int]:
+        """Set one bit in the value of each key; returns the places of those that had it.
+
+        Equal values become one object, that of ``shared``, which learns those that are new.
+        """
+
     def runs(self, keys: Sequence[bytes], /) -> list[tuple[int, int]]:
         """(index, value) wherever the value differs, as an object, from that of the key before.
 
@@ -41,6 +54,9 @@ class NameTable:
     """
 
     def get(self, name: int, /) -> bytes | None: ...
+    def add(self, names: Sequence[int], keys: Sequence[bytes], /) -> None:
+        """Set each name to the key in its place. ValueError for numbers that differ."""
+
     def slots(self) -> int:
         """Places in the table, taken or not."""
 

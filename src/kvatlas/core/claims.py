@@ -140,8 +140,7 @@ class Claims:
         else:
             for place in held if again else ():
                 self._twin(lane, event.hashes[place])
-            for engine_hash, key in zip(event.hashes, keys, strict=True):
-                names[engine_hash] = key
+            names.add(event.hashes, keys)
             applied.stored += len(keys)
         self._named(event, keys, applied)
         if self._ahead:
@@ -435,7 +434,7 @@ class Claims:
             lane = self._lane_of_group[group]
             if self._pool.lanes[lane].group.block_tokens == event.block_tokens:
                 return lane
-        taken = set(self._lane_of_group.values())
+        taken = set(self._lane_of_group.values()) if group is not None else ()
         for index, lane_record in enumerate(self._pool.lanes):
             wanted = lane_record.group
             if (

@@ -35,7 +35,7 @@ from kvatlas.core.shelves import Shelves
 
 _SWEEP_PER_APPLY = 2_000
 _RETIRED_MAX = 16  # lives that wait to be swept, beyond one per publisher: all may restart at once
-_INTERPRETERS = 256  # it shares such integers by itself
+_MASKS_MAX = 65_536
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -291,16 +291,7 @@ class Directory:
             or slot.holders + count > limits.holders_per_publisher_max
         ):
             return None
-        book, held = self._books[lane][Tier.HBM], []
-        get = book.get
-        for place, key in enumerate(keys):
-            mask = get(key, 0)
-            if mask & bit:
-                held.append(place)
-            elif mask | bit > _INTERPRETERS:
-                self._store(book, key, mask | bit)
-            else:
-                book[key] = mask | bit
+        held = self._books[lane][Tier.HBM].add(keys, bit, self._shared())
         new = count - len(held)
         slot.holders += new
         slot.counts[lane][Tier.HBM] += new
@@ -336,14 +327,15 @@ class Directory:
 
     def _store(self, book: KeyTable, key: bytes, mask: int) -> None:
         if mask:
-            if mask > _INTERPRETERS:
-                masks = self._masks
-                if len(masks) > 65_536:
-                    masks.clear()
-                mask = masks.setdefault(mask, mask)
-            book[key] = mask
+            book[key] = self._shared().setdefault(mask, mask)
         else:
             del book[key]
+
+    def _shared(self) -> dict[int, int]:
+        masks = self._masks
+        if len(masks) > _MASKS_MAX:
+            masks.clear()
+        return masks
 
     # -- questions ------------------------------------------------------------------------------
 

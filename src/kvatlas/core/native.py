@@ -5,11 +5,11 @@ is written in plain Python in `tests/twins`, for readers and for the tests.
 """
 
 try:
-    from kvatlas.core._native import KeyTable, NameTable, accelerated, chain
+    from kvatlas.core._native import KeyTable, NameTable, accelerated, chain, token_ids
 except ImportError as error:
     raise ImportError(
         "kvatlas is not compiled for this Python: run `make setup`, or `pip install -e .` in the "
         f"environment that you use ({error})"
     ) from error
 
-__all__ = ["KeyTable", "NameTable", "accelerated", "chain"]
+__all__ = ["KeyTable", "NameTable", "accelerated", "chain", "token_ids"]

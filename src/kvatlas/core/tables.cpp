@@ -12,6 +12,7 @@
 #include <memory>
 #include <new>
 #include <utility>
+#include <vector>
 
 namespace nb = nanobind;
 
@@ -154,6 +155,18 @@ uint64_t name_of(nb::handle object) {
     return name;
 }
 
+constexpr Py_ssize_t AHEAD = 16;  // so many look-ups at a time wait for memory
+
+std::vector<Key> keys_of(nb::handle sequence) {
+    const nb::object items =
+        nb::steal(PySequence_Fast(sequence.ptr(), "add() takes a sequence of block keys"));
+    if (!items) throw nb::python_error();
+    std::vector<Key> keys(static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())));
+    for (size_t i = 0; i < keys.size(); i++)
+        keys[i] = key_of(PySequence_Fast_ITEMS(items.ptr())[i]);
+    return keys;
+}
+
 struct KeyTable : Table<Key, nb::object> {
     nb::handle get(nb::handle key, nb::handle otherwise) {
         const nb::object *held = find(key_of(key));
@@ -176,19 +189,47 @@ struct KeyTable : Table<Key, nb::object> {
         take(held);
     }
 
+    nb::list add(nb::handle sequence, const nb::int_ &bit, nb::dict shared) {
+        const std::vector<Key> keys = keys_of(sequence);
+        const auto one_of = [&](const nb::object &value) {
+            PyObject *known = PyDict_SetDefault(shared.ptr(), value.ptr(), value.ptr());
+            if (!known) throw nb::python_error();
+            return nb::borrow(known);
+        };
+        const nb::object alone = one_of(bit);
+        nb::object before = nb::none(), after;  // of the key before: neighbours are held alike
+        nb::list places;
+        for (size_t i = 0; i < keys.size(); i++) {
+            if (i + AHEAD < keys.size()) prefetch(keys[i + AHEAD]);
+            nb::object *held = find(keys[i]);
+            if (!held) {
+                insert(keys[i], nb::object(alone));
+                continue;
+            }
+            if (!held->is(before)) {
+                before = *held;
+                after = nb::object(before | bit).equal(before) ? before : one_of(before | bit);
+            }
+            if (after.is(before))
+                places.append(i);
+            else
+                *held = after;  // `before` is held here: nothing is freed, nobody's code runs
+        }
+        return places;
+    }
+
     nb::list runs(nb::handle sequence) {
         const nb::object keys =
             nb::steal(PySequence_Fast(sequence.ptr(), "runs() takes a sequence of block keys"));
         if (!keys) throw nb::python_error();
         PyObject **items = PySequence_Fast_ITEMS(keys.ptr());
         Py_ssize_t count = PySequence_Fast_GET_SIZE(keys.ptr());
-        constexpr Py_ssize_t ahead = 16;  // their cache misses overlap
-        for (Py_ssize_t i = 0; i < count && i < ahead; i++) prefetch(key_of(items[i]));
+        for (Py_ssize_t i = 0; i < count && i < AHEAD; i++) prefetch(key_of(items[i]));
         const nb::object zero = nb::int_(0);
         nb::handle last;
         nb::list runs;
         for (Py_ssize_t i = 0; i < count; i++) {
-            if (i + ahead < count) prefetch(key_of(items[i + ahead]));
+            if (i + AHEAD < count) prefetch(key_of(items[i + AHEAD]));
             const nb::object *held = find(key_of(items[i]));
             const nb::handle value = held ? *held : zero;
             if (!value.is(last)) {
@@ -228,6 +269,26 @@ struct NameTable : Table<uint64_t, Key> {
         Key *held = find(name_of(name));
         if (!held) raise_key_error(name);
         take(held);
+    }
+
+    void add(nb::handle objects, nb::handle values) {
+        const std::vector<Key> keys = keys_of(values);
+        const nb::object items =
+            nb::steal(PySequence_Fast(objects.ptr(), "add() takes a sequence of names"));
+        if (!items) throw nb::python_error();
+        std::vector<uint64_t> names(static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())));
+        if (names.size() != keys.size()) raise(PyExc_ValueError, "as many names as keys");
+        for (size_t i = 0; i < names.size(); i++) {
+            names[i] = name_of(PySequence_Fast_ITEMS(items.ptr())[i]);
+            if (is_empty(keys[i])) raise(PyExc_ValueError, "a block key of zeros means none");
+        }
+        for (size_t i = 0; i < names.size(); i++) {
+            if (i + AHEAD < names.size()) prefetch(names[i + AHEAD]);
+            if (Key *held = find(names[i]))
+                *held = keys[i];
+            else
+                insert(names[i], Key(keys[i]));
+        }
     }
 
     nb::list values(Py_ssize_t start, Py_ssize_t end) const {
@@ -328,10 +389,12 @@ PyType_Slot name_slots[] = {
 void bind_tables(nb::module_ &module) {
     nb::class_<KeyTable>(module, "KeyTable", nb::is_final(), nb::type_slots(key_slots))
         .def(nb::init<>())
+        .def("add", &KeyTable::add)
         .def("runs", &KeyTable::runs)
         .def("__sizeof__", &KeyTable::bytes);
     nb::class_<NameTable>(module, "NameTable", nb::is_final(), nb::type_slots(name_slots))
         .def(nb::init<>())
+        .def("add", &NameTable::add)
         .def("slots", &NameTable::slots)
         .def("values", &NameTable::values)
         .def("entries", &NameTable::entries)

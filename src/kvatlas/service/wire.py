@@ -22,8 +22,6 @@ them, keeps its hashes only ("location only") and is keyed by the event that sto
 from __future__ import annotations
 
 import math
-import sys
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -40,6 +38,7 @@ from kvatlas.core.events import (
     UnitsHeld,
 )
 from kvatlas.core.keys import KEY_BYTES
+from kvatlas.core.native import token_ids
 from kvatlas.core.records import Tier
 
 PAYLOAD_BYTES_MAX = 64 << 20
@@ -153,7 +152,6 @@ _decode_map = msgspec.msgpack.Decoder(_Map).decode
 _decode_array = msgspec.msgpack.Decoder(_Array).decode
 _decode_tag_map = msgspec.msgpack.Decoder(_TagMap).decode
 _decode_tag_array = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
-_decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 _decode_text = msgspec.msgpack.Decoder(str).decode
 
 
@@ -195,7 +193,7 @@ class Decoder:
             except _Unknown as error:
                 unknown += 1
                 self._count(str(error))
-            except (ValueError, OverflowError, TypeError, RecursionError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 malformed += 1
                 self._count(str(error) if isinstance(error, _Malformed) else _fault(item))
             else:
@@ -318,7 +316,7 @@ def _stored(event: _Stored, positional: bool) -> BlockStored | None:
         if len(hashes) > blocks:
             raise _Malformed("more hashes than blocks")
     # A windowed group repeats the ids of the chain group's range; its blocks are found by hash.
-    tokens = _tokens(event.token_ids) if count and window is None else b""
+    tokens = token_ids(event.token_ids) if count and window is None else b""
     salt = getattr(event, "cache_salt", None) or ""
     adapter = _adapter(event)
     extras: tuple[bytes, ...] = ()
@@ -390,14 +388,6 @@ def _array_length(raw: msgspec.Raw) -> int:
     if first == 0xDD:
         return int.from_bytes(view[1:5], "big")
     raise _Malformed("token ids are no list")
-
-
-def _tokens(raw: msgspec.Raw) -> bytes:
-    """uint32, little endian. Raises OverflowError for what is no token id."""
-    packed = array("I", _decode_ids(raw))
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
 
 
 def _tier(medium: str | None, locality: object) -> Tier:
