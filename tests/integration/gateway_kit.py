@@ -11,8 +11,9 @@ import msgspec
 from round_robin import RoundRobin
 
 from kvatlas.config import GatewayConfig
-from kvatlas.service.gateway import Gateway, Page
+from kvatlas.service.gateway import Gateway
 from kvatlas.service.http import Limits
+from kvatlas.service.pages import Page
 from kvatlas.service.steer import Inbound, Outcome, Route, Target
 
 WAIT_S = 20.0  # for real I/O on a busy machine; nothing waits that long when it works

@@ -27,11 +27,11 @@ from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher
 from kvatlas.core.router import BLIND, Params, Router
 from kvatlas.dataplane.tls import Trust
-from kvatlas.errors import ConfigError, LayoutError, RequestError
+from kvatlas.errors import ConfigError, LayoutError
 from kvatlas.service.agents import Agents
 from kvatlas.service.ahead import CopiesAhead
 from kvatlas.service.chat_messages import Dialect
-from kvatlas.service.decision_log import DecisionLog, explain
+from kvatlas.service.decision_log import DecisionLog
 from kvatlas.service.engines import TIMING, Engines, Timing, Worker
 from kvatlas.service.feed import Feed
 from kvatlas.service.feed_socket import new_curve
@@ -44,6 +44,7 @@ from kvatlas.service.identity import (
     told_layout,
 )
 from kvatlas.service.inspection import Inspector, sizes
+from kvatlas.service.page import LivePage
 from kvatlas.service.purge import purger_of
 from kvatlas.service.recording import Recorder
 from kvatlas.service.steer import Inbound
@@ -117,6 +118,7 @@ class Assembly:
         self.inspector = Inspector(self.steering, self.directory)
         self.ahead = CopiesAhead(config.ahead, self.dispatcher, keyring, self.agents_client, clock)
         self.transports = TransportWatch(self.steering.transports, self.timing)
+        self.page = LivePage(self, clock)
         self.layout_errors: dict[str, str] = {}
         self.members: dict[str, Member] = {}  # worker → what it computes with
         self.feed: Feed
@@ -311,29 +313,22 @@ class Assembly:
     def pages(self) -> dict[str, Callable[[str], Awaitable[object]]]:
         """The gateway's further GET paths."""
         return {
-            "/kvatlas/explain/": self.page_explain,
+            "/kvatlas/explain/": self.page.explain,
             "/kvatlas/workers": self.page_workers,
             "/kvatlas/agents": self.page_agents,
             "/kvatlas/ahead": self.ahead.page,
             "/kvatlas/directory": self.page_directory,
             "/kvatlas/transports": self.transports.page,
+            "/kvatlas/page/stream": self.page.stream,
+            "/kvatlas/page/explain/": self.page.explain_picture,
+            "/kvatlas/page/files/": self.page.file,
+            "/kvatlas": self.page.moved,
+            "/kvatlas/": self.page.document,
         }
 
     def questions(self) -> dict[str, Callable[[Inbound], Awaitable[object]]]:
         """The gateway's POST paths beside the API."""
         return {"/kvatlas/inspect": self.inspector.inspect} | self.tenancy.questions()
-
-    async def page_explain(self, request_id: str) -> object:
-        """GET /kvatlas/explain/<request-id>, or "last"."""
-        entry = self.log.last() if request_id == "last" else self.log.get(request_id)
-        if entry is None:
-            raise RequestError(
-                f"no decision is kept for {request_id!r}: the last {self.config.router.explain_max}"
-                " are (router.explain_max)",
-                status=404,
-                code="not_found",
-            )
-        return explain(entry) + "\n"
 
     async def page_workers(self, _: str) -> object:
         """GET /kvatlas/workers: what is known of each engine."""

@@ -6,12 +6,14 @@ No token ids and no text are kept, only counts, names and prices.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -48,6 +50,22 @@ class Entry(msgspec.Struct):
     owner: str = ""
 
 
+class Watcher(Protocol):
+    """Who is told of requests as they pass. It must not raise."""
+
+    def decided(self, entry: Entry) -> None:
+        """Sent, or refused; its dispatcher still knows what it was routed by."""
+        ...
+
+    def ended(self, entry: Entry) -> None:
+        """It is over."""
+        ...
+
+    def purged(self) -> None:
+        """Of some owners nothing is kept any more."""
+        ...
+
+
 class DecisionLog:
     """The last ``entries_max`` decisions; each is appended to ``path`` once it has ended.
 
@@ -61,6 +79,7 @@ class DecisionLog:
         self._path = Path(path) if path else None
         self._file: FileIO | None = None  # of it, until it cannot be written to
         self.error = ""
+        self.watcher: Watcher | None = None  # while somebody looks at the page
         self.forgotten: Callable[[str], bool] = lambda _: False  # owners of whom nothing is kept
         self._meanwhile: list[Entry] | None = None  # ended while the file is written anew
         if self._path is not None:
@@ -79,12 +98,16 @@ class DecisionLog:
         )
         if len(self._entries) > self._entries_max:
             self._entries.popitem(last=False)
+        if self.watcher is not None:
+            self.watcher.decided(entry)
         return entry
 
     def ended(self, entry: Entry, outcome: Outcome) -> None:
         """Complete an entry and write it out."""
         entry.outcome = outcome
         _judge(entry, outcome)
+        if self.watcher is not None:
+            self.watcher.ended(entry)
         self._write(entry)
 
     def refused(self, decision: Decision, owner: str = "") -> None:
@@ -98,6 +121,8 @@ class DecisionLog:
         ids = [id for id, entry in self._entries.items() if meant(entry.owner)]
         for id in ids:
             del self._entries[id]
+        if self.watcher is not None:
+            self.watcher.purged()
         places = {"memory": (len(ids), 0, 0)}
         path = self._path
         if path is None or self._meanwhile is not None:
@@ -134,7 +159,11 @@ class DecisionLog:
 
     def last(self) -> Entry | None:
         """The newest entry."""
-        return self._entries[next(reversed(self._entries))] if self._entries else None
+        return next(iter(self.newest(1)), None)
+
+    def newest(self, count: int) -> list[Entry]:
+        """The last ``count`` entries, the newest first."""
+        return [self._entries[id] for id in itertools.islice(reversed(self._entries), count)]
 
     def close(self) -> None:
         """Close the file."""
@@ -188,11 +217,18 @@ def _count(path: Path, meant: Callable[[str], bool]) -> int:
     return sum(goes for _, goes in _meant_lines(path, meant))
 
 
+def taken_plan(entry: Entry) -> Plan | None:
+    """The plan by which it was answered; a pair's is its first half's."""
+    if entry.outcome is None:
+        return None
+    worker = entry.outcome.prefilled_by or entry.outcome.target.worker
+    return next((p for p in entry.decision.plans if str(p.publisher) == worker), None)
+
+
 def _judge(entry: Entry, outcome: Outcome) -> None:
     """What really happened against what was predicted. Where load alone decided, nothing was."""
     plans = entry.decision.plans
-    worker = outcome.prefilled_by or outcome.target.worker  # a pair's plan is its first half's
-    taken = next((p for p in plans if str(p.publisher) == worker), None)
+    taken = taken_plan(entry)
     if taken is None or outcome.ttft_s < 0 or entry.decision.unkeyed:
         return
     entry.error_s = outcome.ttft_s - taken.price.ttft_s
@@ -234,7 +270,7 @@ def explain(entry: Entry) -> str:
                 f" keeps {100 * share:.0f} %, and so much of it is counted"
             )
         if best is not None and plan is not best:
-            lines.append(f"      lost: {_reason(decision, plan, best)}")
+            lines.append(f"      lost: {reason(decision, plan, best)}")
     others = decision.considered - len(decision.plans)
     if others > 0:
         what = "they hold none of it and are busier; not priced" if _priced(decision) else "later"
@@ -247,7 +283,7 @@ def _priced(decision: Decision) -> bool:
     return decision.policy == "price" and not decision.unkeyed
 
 
-def _reason(decision: Decision, plan: Plan, best: Plan) -> str:
+def reason(decision: Decision, plan: Plan, best: Plan) -> str:
     """Why ``plan`` stands behind ``best``."""
     if not _priced(decision):
         if decision.policy in RIVALS and not decision.unkeyed:
@@ -283,7 +319,7 @@ def _tiers(tier_tokens: tuple[int, ...]) -> str:
 
 def _outcome(entry: Entry) -> list[str]:
     outcome = entry.outcome
-    lines = [_fallback(fallback) for fallback in entry.fallbacks]
+    lines = [fell_text(fallback) for fallback in entry.fallbacks]
     if outcome is None:
         return [*lines, _refused(entry.decision) or "  still running"]
     cached = "not reported" if outcome.cached_tokens < 0 else f"{outcome.cached_tokens} tokens"
@@ -327,7 +363,8 @@ _BELOW: dict[Below, str] = {
 }
 
 
-def _fallback(step: Fallback) -> str:
+def fell_text(step: Fallback) -> str:
+    """One step down the ladder, in words."""
     worker = f" {step.worker}" if step.worker else ""
     below = "an error" if step.reason == "deadline" else _BELOW[step.to]
     return (
