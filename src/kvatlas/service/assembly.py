@@ -18,8 +18,7 @@ import msgspec
 from kvatlas.config import Config, RouterConfig, WorkerConfig, read_secret
 from kvatlas.core import sequence
 from kvatlas.core.admission import Rules
-from kvatlas.core.checks_engine import untested
-from kvatlas.core.compat import Member, not_shared
+from kvatlas.core.compat import Member
 from kvatlas.core.directory import Directory, Limits
 from kvatlas.core.dispatch import Dispatcher, Sweep
 from kvatlas.core.keys import Keyring
@@ -30,6 +29,7 @@ from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import ConfigError, LayoutError
 from kvatlas.service.agents import Agents
 from kvatlas.service.ahead import CopiesAhead
+from kvatlas.service.assembly_report import Report
 from kvatlas.service.chat_messages import Dialect
 from kvatlas.service.decision_log import DecisionLog
 from kvatlas.service.engines import TIMING, Engines, Timing, Worker
@@ -43,12 +43,12 @@ from kvatlas.service.identity import (
     fingerprint_of,
     told_layout,
 )
-from kvatlas.service.inspection import Inspector, sizes
+from kvatlas.service.inspection import Inspector
 from kvatlas.service.page import LivePage
 from kvatlas.service.purge import purger_of
 from kvatlas.service.recording import Recorder
 from kvatlas.service.steer import Inbound
-from kvatlas.service.steering import Problems, Rank, Steering
+from kvatlas.service.steering import Rank, Steering
 from kvatlas.service.tenancy import Tenancy
 from kvatlas.service.tls import to_agents, to_engines
 from kvatlas.service.tokens import Tokenizer
@@ -113,8 +113,9 @@ class Assembly:
         self.steering = Steering(
             dispatcher=self.dispatcher, log=self.log, tokens=tokens, salts=salts, clock=clock
         )
-        self.steering.health_parts.append(self._problems)
-        self.steering.health_notes.append(self._notes)
+        self.report = Report(self)
+        self.steering.health_parts.append(self.report.problems)
+        self.steering.health_notes.append(self.report.notes)
         self.inspector = Inspector(self.steering, self.directory)
         self.ahead = CopiesAhead(config.ahead, self.dispatcher, keyring, self.agents_client, clock)
         self.transports = TransportWatch(self.steering.transports, self.timing)
@@ -314,10 +315,10 @@ class Assembly:
         """The gateway's further GET paths."""
         return {
             "/kvatlas/explain/": self.page.explain,
-            "/kvatlas/workers": self.page_workers,
-            "/kvatlas/agents": self.page_agents,
+            "/kvatlas/workers": self.report.workers,
+            "/kvatlas/agents": self.report.agents,
             "/kvatlas/ahead": self.ahead.page,
-            "/kvatlas/directory": self.page_directory,
+            "/kvatlas/directory": self.report.directory,
             "/kvatlas/transports": self.transports.page,
             "/kvatlas/page/stream": self.page.stream,
             "/kvatlas/page/explain/": self.page.explain_picture,
@@ -329,139 +330,6 @@ class Assembly:
     def questions(self) -> dict[str, Callable[[Inbound], Awaitable[object]]]:
         """The gateway's POST paths beside the API."""
         return {"/kvatlas/inspect": self.inspector.inspect} | self.tenancy.questions()
-
-    async def page_workers(self, _: str) -> object:
-        """GET /kvatlas/workers: what is known of each engine."""
-        in_flight = self.steering.in_flight()
-        streams = {status.publisher: status for status in self.feed.status()}
-        apart = not_shared(self.members)
-        rows = []
-        for worker in self.engines.workers.values():
-            for publisher in worker.publishers():
-                stream = streams.get(publisher)
-                told = worker.description
-                rows.append(
-                    {
-                        "worker": str(publisher),
-                        "url": worker.config.url,
-                        "up": worker.up,
-                        "draining": worker.name in self.steering.draining,
-                        "error": worker.error,
-                        "models": list(told.models) if told else [],
-                        "engine": f"{told.engine} {told.version}".strip() if told else "",
-                        "in_flight": in_flight.get(publisher, 0),
-                        "blocks_held": self.directory.holders_of(publisher),
-                        "fingerprint": self._member_digest(worker.name),
-                        "not_shared": apart.get(worker.name, ""),
-                        "feed": {
-                            "connected": stream.connected,
-                            "error": stream.error,
-                            "behind": not self.feed.idle(publisher),
-                            "events": stream.events,
-                            "malformed": stream.malformed,
-                            "unknown": stream.unknown,
-                            "epoch": stream.epoch,
-                            "orphans": stream.applied.orphans,
-                            "undeclared": stream.applied.undeclared,
-                        }
-                        if stream
-                        else None,
-                    }
-                )
-        return rows
-
-    async def page_agents(self, _: str) -> object:
-        """GET /kvatlas/agents: what is known of each node's agent."""
-        return self.agents.report(self.directory.shelves)
-
-    async def page_directory(self, _: str) -> object:
-        """GET /kvatlas/directory: sizes, and who is not believed."""
-        return {
-            "holders": self.directory.holders,
-            "publishers": {
-                str(p): self.directory.holders_of(p) for p in self.directory.publishers()
-            },
-            "held": sizes(self.directory),
-            "muted": [str(p) for p in self.directory.muted()],
-            "decisions": self.steering.decisions,
-            "fallbacks": dict(self.steering.fallbacks),
-        }
-
-    def _member_digest(self, name: str) -> str:
-        member = self.members.get(name)
-        return member.fingerprint.digest().hex()[:16] if member else ""
-
-    def _notes(self) -> Problems:
-        """Engines that serve one name and may not share what they cache: routed to, each alone.
-        Those that drain. Those whose first prices are not the configured device's. And those of a
-        version that was not tested."""
-        in_flight = self.steering.in_flight()
-        left = {
-            str(p): f"{count} requests in flight"
-            for p, count in in_flight.items()
-            if p.worker in self.steering.draining
-        }
-        other = "the operations of its model are not known: router.prefill_tokens_per_s counts"
-        priced = self.members.items() if self.config.router.device else ()
-        return {
-            "not_shared": not_shared(self.members),
-            "worker_draining": left,
-            "device_unused": {name: other for name, m in priced if m.layout.compute is None},
-            "version_untested": {
-                name: why
-                for name, m in self.members.items()
-                if (why := untested(m.fingerprint.engine, m.fingerprint.engine_version))
-            },
-        }
-
-    def _problems(self) -> Problems:
-        workers = self.engines.workers.values()
-        problems: Problems = {
-            "engine_down": {w.name: w.error for w in workers if not w.up},
-            "layout": dict(self.layout_errors),
-            "tenants": self.tenancy.problems(),
-            "agent_down": self.agents.down(),
-            "transport_degraded": self.transports.problems(),
-            "agent_apart": self.agents.strangers(self._members_up(), self._keyring),
-            "feed": {w.name: w.error for w in workers if w.up and w.error},
-            "undeclared_group": {
-                str(p): "it announces a group that its layout does not have"
-                for p in self.directory.muted()
-                if p.worker not in self.layout_errors
-            },
-        }
-        if self.log.error:
-            problems["decision_log"] = {"file": self.log.error}
-        if self.recorder is not None and self.recorder.error:
-            problems["recording"] = {"file": self.recorder.error}
-        for status in self.feed.status():
-            if status.error:
-                problems["feed"][str(status.publisher)] = status.error
-            elif status.applied.orphans and not self.directory.holders_of(status.publisher):
-                problems["feed"][str(status.publisher)] = (
-                    f"{status.applied.orphans} of its events build on blocks of which nothing was "
-                    "heard and which it cannot replay: no hit is foreseen there until it caches "
-                    "prompts from their start again (a reset of its prefix cache does it at once)"
-                )
-        if self.tokenizer is not None:
-            problems["tokenizer"] = self._tokenizer_problems(self.tokenizer)
-        return problems
-
-    def _members_up(self) -> dict[str, Member]:
-        up = {worker.name for worker in self.engines.up()}
-        return {name: member for name, member in self.members.items() if name in up}
-
-    def _tokenizer_problems(self, tokenizer: Tokenizer) -> dict[str, str]:
-        state = tokenizer.state()
-        found = {}
-        if state.last_mismatch:
-            found["mismatch"] = state.last_mismatch
-        if "endpoint" in (state.chat, state.completion) and state.endpoint_failing:
-            found["endpoint"] = (
-                "the engines' token endpoint fails, so requests are routed by load alone: "
-                "set tokenizer.path to the model's directory"
-            )
-        return found
 
 
 def _draining(config: Config) -> frozenset[str]:
