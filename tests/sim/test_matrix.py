@@ -16,32 +16,27 @@ import pytest
 
 from kvatlas.cli import output
 from kvatlas.cli.main import main
+from kvatlas.core.ahead_copies import Params as AheadParams
+from kvatlas.core.records import Tier
 from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo
 from kvatlas.report.money import STORAGE
-from kvatlas.sim.cluster import default_cluster
-from kvatlas.sim.matrix import (
-    ARRANGEMENTS,
-    DEFAULT,
-    Cell,
-    Name,
-    Setup,
-    Workload,
-    arranged,
-    cells,
-    family,
-    offered,
-    run,
-)
+from kvatlas.sim.arrangements import ARRANGEMENTS, DEFAULT, Name, arranged, unpaired
+from kvatlas.sim.cluster import default_cluster, load_cluster, with_tiers
+from kvatlas.sim.matrix import Cell, Setup, Workload, cells, family, offered, run
 from kvatlas.sim.matrix_money import Prices
 from kvatlas.sim.matrix_table import advise, difference, rows
+from kvatlas.sim.tier_spec import parse_tiers
 from kvatlas.workload.presets import FAMILIES
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def setup_of(engines: int = 3, prefill: int = 1) -> Setup:
-    cluster = default_cluster(engines=engines)
+    tiers = parse_tiers("dram=1TB,object=100TB")
+    cluster = with_tiers(default_cluster(engines=engines), tiers, str)
     prices = Prices((7.2,) * engines, STORAGE)
-    return Setup(cluster, 10**12, 10**14, Slo(0.2, 0.05), prices, prefill)
+    return Setup(cluster, Slo(0.2, 0.05), prices, prefill)
 
 
 def workload_of(setup: Setup, *, requests: int = 40, seeds: int = 2, load: float = 1.0) -> Workload:
@@ -134,27 +129,56 @@ def test_load_is_what_a_seed_really_asks_for() -> None:
 
 def test_halves_and_tiers_are_put_where_they_belong() -> None:
     setup = setup_of(engines=4)
-    made = arranged(setup, "pd-store", 1)
+    made = arranged(setup.cluster, "pd-store", 1)
     assert [m.role for m in made.members] == ["prefill", "decode", "decode", "decode"]
     assert made.tiers is not None
     assert made.tiers.object_bytes == 10**14
+    assert made.tiers.agent.write_through == (Tier.OBJECT,)
     assert made.tiers.disk_bytes == 0
-    disks = arranged(msgspec.structs.replace(setup, disk_bytes=10**13), "pd-dram", 1).tiers
-    assert disks is not None
-    assert (disks.disk_bytes, disks.object_bytes) == (10**13, 0)
-    plain = arranged(setup, "combined-round-robin", 0)
+    disks = with_tiers(setup.cluster, parse_tiers("dram=1TB,disk=10TB,object=1TB"), str)
+    dram = arranged(disks, "pd-dram", 1).tiers
+    assert dram is not None
+    assert (dram.disk_bytes, dram.object_bytes, dram.agent.write_through) == (10**13, 0, ())
+    plain = arranged(setup.cluster, "combined-round-robin", 0)
     assert plain.tiers is None
     assert plain.router.policy == "round_robin"
-    with pytest.raises(ConfigError, match="leave their role out"):
-        msgspec.structs.replace(setup, cluster=msgspec.structs.replace(made, tiers=None))
+    with pytest.raises(ConfigError, match="splits the engines itself"):
+        msgspec.structs.replace(setup, cluster=made)
+    with pytest.raises(ConfigError, match="give both sizes"):
+        msgspec.structs.replace(setup, cluster=plain)
     with pytest.raises(ConfigError, match="each half"):
         setup_of(engines=2, prefill=2)
+
+
+def test_a_cluster_of_pairs_says_how_many_prefill() -> None:
+    cluster, prefill = unpaired(load_cluster(EXAMPLES / "v4-flash-h20.toml"))
+    assert prefill == 6
+    assert [m.name for m in cluster.members][5:7] == ["prefill-5", "decode-0"]
+    assert {m.role for m in cluster.members} == {"combined"}
+    assert unpaired(cluster) == (cluster, 0)
+    mixed = list(cluster.members)
+    mixed[0] = msgspec.structs.replace(mixed[0], role="prefill")
+    with pytest.raises(ConfigError, match="give all of them a role, or none"):
+        unpaired(msgspec.structs.replace(cluster, members=tuple(mixed)))
+
+
+def test_ways_to_the_store_are_there_where_the_store_is() -> None:
+    """What reads the store for others, and copies ahead of need, have no place elsewhere."""
+    given = load_cluster(EXAMPLES / "dualpath.toml")
+    ahead = AheadParams(replicate=True)
+    cluster, prefill = unpaired(msgspec.structs.replace(given, ahead=ahead))
+    found = {name: arranged(cluster, name, prefill) for name in ARRANGEMENTS}
+    paths = {name: made.tiers.load_path for name, made in found.items() if made.tiers}
+    cards = {name for name, made in found.items() if made.tiers and made.tiers.storage_link}
+    assert {name for name, path in paths.items() if path == "dual"} == {"pd-store"}
+    assert cards == {"pd-store", "combined-store"}
+    assert {name for name, made in found.items() if made.ahead.on} == set(paths)
 
 
 def cell_of(name: Name, seed: int, attained: float, ttft_s: float) -> Cell:
     figures: dict[str, float | None] = {"attained": attained, "ttft_p95_s": ttft_s}
     figures["dollars_per_million"] = 0.25
-    return Cell("w", name, seed, 0, figures, {"hbm": 1}, 1, 0, 2, 1, {}, {}, {}, {}, ())
+    return Cell("w", name, seed, 0, figures, {"hbm": 1}, 1, 0, 2, 1, {}, {}, {}, {}, (), {}, ())
 
 
 def test_the_least_that_cannot_be_told_from_the_best_is_advised() -> None:
@@ -212,8 +236,43 @@ def test_the_command_writes_page_table_and_json(
     assert {cell["prompt_tokens"] for cell in result["cells"]} == {29 * 1024}
     lines = list(csv.DictReader(io.StringIO(table.read_text())))
     assert [line["arrangement"] for line in lines] == list(DEFAULT)
-    assert "What to take" in page.read_text()
-    assert str(tmp_path) not in page.read_text()
+    shown = page.read_text()
+    assert "What to take" in shown
+    assert "One run of each: no interval." in shown
+    assert "Cost by reuse" not in shown, "there is one workload"
+    assert shown.count("2 nodes") == len(DEFAULT), "each arrangement is drawn"
+    assert str(tmp_path) not in shown
+
+
+def test_one_file_serves_sim_plan_and_matrix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, told, page = tmp_path / "cluster.toml", tmp_path / "m.json", tmp_path / "m.html"
+    text = (EXAMPLES / "v4-flash-h200.toml").read_text()
+    cluster.write_text(text.replace("count = 4", "count = 1"))
+    argv = ["matrix", "--cluster", str(cluster), "--families", "agent,random", "--quiet"]
+    argv += ["--requests", "8", "--seeds", "2", "--processes", "1", "--json", str(told)]
+    assert main([*argv, "--html", str(page)]) == 0
+    assert main(["plan", "--cluster", str(cluster)]) == 0
+    capsys.readouterr()
+    result = json.loads(told.read_text())
+    names = {each["name"] for each in result["assumed"]}
+    assert "--disk-gb-month" in names, "the file has disks"
+    assert names.isdisjoint({"--dram", "--store", "--cluster"})
+    assert {cell["prefill_engines"] for cell in result["cells"]} == {0, 1}
+    shown = page.read_text()
+    assert "of 15,000 GB" in shown
+    assert "Means over 2 seeds: a percentile is the mean of what it is in each run" in shown
+    assert "Cost by reuse" in shown
+    assert "P/D, host DRAM, seed 0" in shown
+    assert main([*argv, "--dram", "1GB", "--arrangements", "pd-dram", "--html", str(page)]) == 0
+    assert " of 1 GB" in page.read_text()
+    capsys.readouterr()
+    assert main([*argv, "--prefill", "1"]) == 2
+    assert "--prefill: which engines prefill is in" in capsys.readouterr().err
+    cluster.write_text(cluster.read_text() + "[[engine]]\ndevices = 8\n")
+    assert main(argv) == 2
+    assert "give all of them a role, or none" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_costs_no_other(

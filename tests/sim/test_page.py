@@ -50,7 +50,7 @@ def test_faults_are_on_the_page() -> None:
 def test_what_is_not_drawn_of_a_large_cluster_is_said() -> None:
     cluster = default_cluster(engines=NODES_MAX + 3)
     report = simulate(cluster, chats(2))
-    told = picture(cluster, report)
+    told = picture(cluster, report.engines)
     assert told.count("-node") == NODES_MAX
     assert "3 more nodes are not drawn" in told
     one = msgspec.structs.replace(
@@ -58,7 +58,18 @@ def test_what_is_not_drawn_of_a_large_cluster_is_said() -> None:
         members=tuple(msgspec.structs.replace(m, node="node") for m in cluster.members),
     )
     many = f"{NODES_MAX + 3 - ENGINES_MAX} more engines"
-    assert many in picture(one, report)
+    assert many in picture(one, report.engines)
+
+
+def test_a_cluster_is_drawn_without_a_run() -> None:
+    cluster = with_tiers(default_cluster(engines=2), parse_tiers("dram=10GB,object=1TB"), str)
+    told = picture(cluster, title="<what is there>")
+    assert "&lt;what is there&gt;" in told
+    assert "dram 10 GB" in told
+    assert "store for all nodes: 1 TB" in told
+    assert ">combined<" in told
+    assert "Filled" not in told
+    assert "busy" not in told
 
 
 def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

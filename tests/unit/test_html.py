@@ -157,6 +157,14 @@ def test_plots_say_what_they_cannot_show() -> None:
         bar_plot("t", ["g", "h"], [Bars("b", [1.0])], TTFT)
 
 
+def test_points_between_which_nothing_is_known_are_not_joined() -> None:
+    lines = [Line(name, [(1, 2), (2, 1)], joined=False) for name in "ab"]
+    drawn = line_plot("t", lines, RATE, TTFT)
+    assert drawn.count("<circle") == 4
+    assert "<polyline" not in drawn
+    assert "stroke-dasharray" not in drawn, "nor are their names marked by lines"
+
+
 def test_axes_and_values_are_named_with_their_units() -> None:
     words = Tree(whole(bar_plot("t", ["p50"], [Bars("a", [0.25], [(0.2, 0.3)])], TTFT))).words
     assert "TTFT (s)" in words

@@ -230,7 +230,7 @@ def test_the_examples(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert f"assumed: {each['name']}:" in shown
         assert each["name"] in page
     assert "Assumed, because nobody gave it" in page
-    assert page.count("<svg class=plot") == 3
+    assert page.count("<svg class=plot") == 4
     assert "dollars_per_million" in files[1].read_text()
 
 
@@ -242,7 +242,9 @@ def test_what_is_given_is_not_assumed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["plan", *H200, *given, "--json", str(file)]) == 0
     capsys.readouterr()
     result = json.loads(file.read_text())
-    assert {each["name"] for each in result["assumed"]} == {"[tiers]", "reached of H200", "HBM"}
+    assert {each["name"] for each in result["assumed"]} == {
+        *("[tiers]", "[[engine]]", "reached of H200", "HBM")
+    }
     assert result["engines"][0]["source"] == "as the operator says"
     assert result["plan"]["dollars_per_hour"] == 30.0
     assert result["terms"]["contexts"] == [512, 4096]

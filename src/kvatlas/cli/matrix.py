@@ -32,17 +32,14 @@ from kvatlas.report.latency import Slo
 from kvatlas.report.money import STORAGE, dollars_text
 from kvatlas.report.statistics import Interval
 from kvatlas.report.table import seconds
-from kvatlas.sim.cluster import Cluster, default_cluster, load_cluster
+from kvatlas.sim.arrangements import ARRANGEMENTS, DEFAULT, Name, arranged, unpaired
+from kvatlas.sim.cluster import Cluster, default_cluster, load_cluster, with_tiers
 from kvatlas.sim.hit_curve import HitCurve, hit_curve
 from kvatlas.sim.matrix import (
-    ARRANGEMENTS,
-    DEFAULT,
     SEEDS_MAX,
     Cell,
-    Name,
     Setup,
     Workload,
-    arranged,
     cells,
     family,
     offered,
@@ -53,10 +50,14 @@ from kvatlas.sim.matrix import (
 from kvatlas.sim.matrix_money import Prices
 from kvatlas.sim.matrix_page import page
 from kvatlas.sim.matrix_table import Advice, Row, advise, rows
+from kvatlas.sim.tier_spec import TierSpec
 from kvatlas.workload.presets import FAMILIES
 from kvatlas.workload.trace import Trace
 
 REQUESTS_MAX = 1_000_000
+#: Options, what of the cluster's tiers they are, and what stands where nobody gives it.
+_TIERS = (("dram", "dram_bytes", "1TB"), ("disk", "disk_bytes", ""),
+          ("store", "object_bytes", "100TB"))  # fmt: skip
 _FAMILIES = ("random", "shared-prompt", "multi-turn", "agent")
 
 _EPILOG = """\
@@ -103,14 +104,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--load", type=float, default=0.8, metavar="X", help="of families: engine seconds asked "
         "per second and engine, were nothing cached (%(default)s)")  # fmt: skip
     add("--time-scale", type=float, default=1.0, metavar="X", help="multiply the trace's times (1)")
-    add("--cluster", type=Path, metavar="FILE", help="cluster.toml: combined engines, no [tiers]")
+    add("--cluster", type=Path, metavar="FILE", help="cluster.toml, as for kvatlas sim and plan")
     add("--engines", type=int, metavar="N", help="engines of the default cluster (8)")
     add("--arrangements", default=",".join(DEFAULT), metavar="LIST",
         help=f"of {', '.join(ARRANGEMENTS)} (%(default)s)")  # fmt: skip
-    add("--prefill", type=int, default=0, metavar="N", help="prefill engines of P/D (tried out)")
-    add("--dram", default="1TB", metavar="SIZE", help="host memory for KV, per node (%(default)s)")
-    add("--disk", metavar="SIZE", help="disks below it, per node (none)")
-    add("--store", default="100TB", metavar="SIZE", help="of the distributed store (%(default)s)")
+    add("--prefill", type=int, default=0, metavar="N", help="prefill engines of P/D (the "
+        "file's roles, or tried out)")  # fmt: skip
+    add("--dram", metavar="SIZE", help="host memory for KV, per node (the file's [tiers], or 1TB)")
+    add("--disk", metavar="SIZE", help="disks below it, per node (the file's, or none)")
+    add("--store", metavar="SIZE", help="of the distributed store (the file's, or 100TB)")
     add("--slo-ttft-s", type=float, metavar="S", help="objective: time to first token (2)")
     add("--slo-tpot-s", type=float, metavar="S", help="objective: time per output token (0.05)")
     add_price_options(parser, tuple(STORAGE))
@@ -145,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         write_files(
             ("--json", args.json, lambda: json_bytes(result)),
             ("--csv", args.csv, lambda: csv_bytes(table(found))),
-            ("--html", args.html, lambda: _page(result).encode()),
+            ("--html", args.html, lambda: _page(result, setup.cluster).encode()),
         )
     finally:
         show(result, table_console(150))
@@ -175,33 +177,60 @@ def _setup(args: argparse.Namespace) -> tuple[Setup, list[Assumption]]:
         elif not (math.isfinite(value) and value > 0):
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}: seconds above 0 are needed")
         slo[name] = otherwise if value is None else value
-    if args.cluster is not None and args.engines is not None:
-        raise ConfigError(
-            "--engines: the number of engines is in the cluster's file: leave one out"
-        )
+    cluster, prefill, said = _cluster(args)
+    assumed += said
+    prices, said = _prices(args, cluster)
+    objectives = Slo(slo["slo_ttft_s"], slo["slo_tpot_s"])
+    return Setup(cluster, objectives, prices, prefill), [*assumed, *said]
+
+
+def _cluster(args: argparse.Namespace) -> tuple[Cluster, int, list[Assumption]]:
+    """Engines, with all tiers below them; how many of the first prefill where that is given."""
+    assumed = []
     if args.cluster is None:
         cluster = default_cluster(engines=8 if args.engines is None else args.engines)
         assumed.append(Assumption("--cluster", f"{len(cluster.members)} engines of two H200 each, "
                                   "DeepSeek V4 Flash", "default"))  # fmt: skip
+    elif args.engines is not None:
+        raise ConfigError(
+            "--engines: the number of engines is in the cluster's file: leave one out"
+        )
     else:
         cluster = load_cluster(args.cluster)
-    sizes = {}
-    for name in ("dram", "disk", "store"):
+    tiers, said = _tiers(args, cluster)
+    where = "the default cluster" if args.cluster is None else str(args.cluster)
+    cluster, prefill = unpaired(with_tiers(cluster, tiers, lambda _: where))
+    if prefill and args.prefill:
+        raise ConfigError(
+            f"--prefill: which engines prefill is in {args.cluster}: leave one of the two out"
+        )
+    return cluster, prefill or args.prefill, [*assumed, *said]
+
+
+def _tiers(args: argparse.Namespace, cluster: Cluster) -> tuple[TierSpec, list[Assumption]]:
+    """As the options say, else the cluster's file."""
+    given, assumed = cluster.tiers, []
+    sizes: dict[str, int] = {}
+    for name, field, otherwise in _TIERS:
         text = getattr(args, name)
+        size = 0 if given is None else getattr(given, field)
+        if text is None and not size and otherwise:
+            text = otherwise
+            assumed.append(Assumption(f"--{name}", otherwise, "default"))
         try:
-            sizes[f"{name}_bytes"] = 0 if text is None else size_bytes(text)
+            sizes[field] = size if text is None else size_bytes(text)
         except ConfigError as error:
             raise ConfigError(f"--{name}: {error}") from error
-    objectives = Slo(slo["slo_ttft_s"], slo["slo_tpot_s"])
-    prices, said = _prices(args, cluster)
-    made = Setup(cluster, slo=objectives, prices=prices, prefill=args.prefill, **sizes)
-    return made, [*assumed, *said]
+    if given is None:
+        return TierSpec(sizes["dram_bytes"], sizes["disk_bytes"], sizes["object_bytes"]), assumed
+    return msgspec.structs.replace(given, **sizes), assumed
 
 
 def _prices(args: argparse.Namespace, cluster: Cluster) -> tuple[Prices, list[Assumption]]:
     devices = [(m.spec.device, m.spec.devices) for m in cluster.members]
     by_name, assumed = device_prices([d for d, _ in devices if d is not None], args.gpu_hour)
-    tiers = [tier for tier in STORAGE if tier != "disk" or args.disk is not None]
+    disks = cluster.tiers is not None and cluster.tiers.disk_bytes
+    tiers = [tier for tier in STORAGE if tier != "disk" or disks]
     room, said = room_prices(args, tiers)
     hours = tuple(
         by_name[device.name].dollars_per_gpu_hour * count
@@ -213,7 +242,7 @@ def _prices(args: argparse.Namespace, cluster: Cluster) -> tuple[Prices, list[As
 
 def _curve(setup: Setup, workload: Workload) -> HitCurve:
     """Of its first seed, on the engines with everything below them."""
-    below = arranged(setup, "combined-store", 0)
+    below = arranged(setup.cluster, "combined-store", 0)
     return hit_curve(workload.make(0), below, workload.requests)
 
 
@@ -356,7 +385,8 @@ def table(found: Sequence[Cell]) -> Iterator[list[object]]:
         ]
 
 
-def _page(result: Result) -> str:
+def _page(result: Result, cluster: Cluster) -> str:
     about = f"kvatlas {result.version}, simulated: {result.devices} devices in all."
     guessed = [each.text() for each in result.assumed]
-    return page(about, guessed, result.advice, result.rows, result.cells, curves=result.curves)
+    found = result.advice, result.rows, result.cells
+    return page(about, guessed, *found, cluster=cluster, curves=result.curves)

@@ -126,12 +126,15 @@ def run(args: argparse.Namespace) -> int:
         assumed=assumed,
         plan=plan(cluster, engines, terms),
     )
-    said_of = [each.text() for each in assumed]
+
+    def html() -> bytes:
+        return page(_head(result), [each.text() for each in assumed], cluster, result.plan).encode()
+
     try:
         write_files(
             ("--json", args.json, lambda: json_bytes(result)),
             ("--csv", args.csv, lambda: csv_bytes(figures(result.plan))),
-            ("--html", args.html, lambda: page(_head(result), said_of, result.plan).encode()),
+            ("--html", args.html, html),
         )
     finally:
         show(result, table_console(120))
@@ -168,8 +171,14 @@ def _cluster(args: argparse.Namespace) -> tuple[Cluster, list[Assumption]]:
         if value is not None and not least <= value <= most:
             raise ConfigError(f"--{name} {value}: {least} to {most:,} are possible")
     count = 1 if args.engines is None else args.engines
-    file = ClusterFile(engine=(EngineTable(count=count, **table),))
+    engine = EngineTable(count=count, **table)
+    file = ClusterFile(engine=(engine,))
     said = [] if args.precision else [Assumption("--precision", "fp8", "default")]
+    limits = (
+        f"up to {engine.max_running} requests at once, {engine.step_tokens:,} tokens in a step, "
+        f"{engine.memory_share:.0%} of the memory"
+    )
+    said.append(Assumption("[[engine]]", limits, "defaults; a cluster's file may say otherwise"))
     return build(file, lambda place: f"--model {args.model}"), [*said, *_rates()]
 
 

@@ -29,13 +29,15 @@ Point = tuple[float, float]
 
 
 class Line(msgspec.Struct, frozen=True):
-    """Points from left to right; a band is drawn between the lines ``low`` and ``high``."""
+    """Points from left to right; a band is drawn between the lines ``low`` and ``high``. Not
+    ``joined``: points alone, between which nothing is known."""
 
     name: str
     points: Sequence[Point]
     low: Sequence[Point] = ()
     high: Sequence[Point] = ()
     dots: bool = False
+    joined: bool = True
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -76,7 +78,9 @@ def line_plot(
     body += [_series(line, index, across, up) for index, line in enumerate(drawn)]
     body += [_mark(mark, i, across if mark.axis == "x" else up) for i, mark in enumerate(marks)]
     left = {"points that these axes cannot show": lost, "series": len(lines) - SERIES_MAX}
-    key = _key([line.name for line in drawn]) if len(drawn) > 1 else ""
+    key = ""
+    if len(drawn) > 1:
+        key = _key([line.name for line in drawn], filled=not any(line.joined for line in drawn))
     return _figure(title, _notes(note, left), key, _svg(_HEIGHT, title, body))
 
 
@@ -131,7 +135,9 @@ def _drawable(line: Line, x: Axis, y: Axis) -> Line:
         step = -(-len(good) // POINTS_MAX) or 1
         return good[::step] + good[-1:] * ((len(good) - 1) % step > 0)
 
-    return Line(line.name, kept(line.points), kept(line.low), kept(line.high), line.dots)
+    return Line(
+        line.name, kept(line.points), kept(line.low), kept(line.high), line.dots, line.joined
+    )
 
 
 def _finite(value: float | None) -> TypeGuard[float]:
@@ -160,9 +166,10 @@ def _series(line: Line, index: int, across: Scale, up: Scale) -> str:
     if line.low and line.high:
         edge = path([*line.low, *reversed(line.high)])
         out += f'<polygon class=f{index} fill-opacity=".14" points="{edge}"/>'
-    dash = f' stroke-dasharray="{_DASHES[index]}"' if _DASHES[index] else ""
-    out += f'<polyline class="series l{index}"{dash} points="{path(line.points)}"/>'
-    if line.dots or len(line.points) == 1:
+    if line.joined:
+        dash = f' stroke-dasharray="{_DASHES[index]}"' if _DASHES[index] else ""
+        out += f'<polyline class="series l{index}"{dash} points="{path(line.points)}"/>'
+    if line.dots or not line.joined or len(line.points) == 1:
         for a, b in line.points:
             said = f"{line.name}: {number(b)} {up.axis.unit} at {number(a)} {across.axis.unit}"
             out += (

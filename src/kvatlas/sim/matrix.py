@@ -17,20 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import get_context, parent_process
-from typing import Literal, NamedTuple
 
 import msgspec
 
-from kvatlas.core.agent_values import Config
-from kvatlas.core.records import Tier
-from kvatlas.core.router import Policy
 from kvatlas.errors import ConfigError
 from kvatlas.report.latency import Slo, Summary
-from kvatlas.sim.cluster import Cluster, with_tiers
+from kvatlas.sim.arrangements import ARRANGEMENTS, Name, arranged
+from kvatlas.sim.cluster import Cluster
 from kvatlas.sim.matrix_money import Prices, dollars
-from kvatlas.sim.report import SimReport
+from kvatlas.sim.report import EngineLoad, SimReport
 from kvatlas.sim.tier_plots import moved
-from kvatlas.sim.tier_spec import TierSpec
 from kvatlas.sim.world import Play, no_collector, simulate
 from kvatlas.workload.families import Family, generate
 from kvatlas.workload.step_time import StepTime
@@ -42,58 +38,23 @@ SPLITS = (0.25, 0.5, 0.75)  # shares of engines that prefill, of which one is ch
 TUNING_SEED = 1_000_003
 TUNING_SHARE = 0.25  # of a workload's requests, to choose by
 
-Name = Literal[
-    "combined-round-robin",
-    "combined",
-    "combined-dram",
-    "combined-store",
-    "pd",
-    "pd-dram",
-    "pd-store",
-]
-
-
-class Arrangement(NamedTuple):
-    """How devices are used. ``tiers``: what lies below the engines: nothing, dram, or that and a
-    store for all."""
-
-    title: str
-    policy: Policy
-    pairs: bool
-    tiers: Literal["", "dram", "store"]
-
-
-ARRANGEMENTS: dict[Name, Arrangement] = {
-    "combined-round-robin": Arrangement("Combined, round robin", "round_robin", False, ""),
-    "combined": Arrangement("Combined, KV-aware", "price", False, ""),
-    "combined-dram": Arrangement("Combined, host DRAM", "price", False, "dram"),
-    "combined-store": Arrangement("Combined, distributed store", "price", False, "store"),
-    "pd": Arrangement("P/D, no shared cache", "price", True, ""),
-    "pd-dram": Arrangement("P/D, host DRAM", "price", True, "dram"),
-    "pd-store": Arrangement("P/D, distributed store", "price", True, "store"),
-}
-#: The five that seed document 000 compares.
-DEFAULT: tuple[Name, ...] = ("combined-round-robin", "combined", "pd", "pd-dram", "pd-store")
-
 
 class Setup(msgspec.Struct, frozen=True):
-    """What all cells share. ``cluster``: combined engines, no tiers. ``dram_bytes`` per node,
-    ``store_bytes`` for all, ``disk_bytes`` per node below its dram (0: none). ``prefill`` engines
-    of the pairs, 0: chosen."""
+    """What all cells share. ``cluster``: combined engines, and below them dram and a store, of
+    which an arrangement has what it says. ``prefill``: the first engines of so many are that half
+    of the pairs, 0: how many is chosen."""
 
     cluster: Cluster
-    dram_bytes: int
-    store_bytes: int
     slo: Slo
     prices: Prices
     prefill: int = 0
-    disk_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.cluster.tiers is not None:
-            raise ConfigError("the matrix puts tiers below the engines itself: leave [tiers] out")
+        tiers = self.cluster.tiers
+        if tiers is None or not tiers.dram_bytes or not tiers.object_bytes:
+            raise ConfigError("the matrix compares dram and a store with nothing: give both sizes")
         if any(member.role != "combined" for member in self.cluster.members):
-            raise ConfigError("the matrix splits the engines itself: leave their role out")
+            raise ConfigError("the matrix splits the engines itself: see `arrangements.unpaired`")
         if self.prefill and not 0 < self.prefill < len(self.cluster.members):
             raise ConfigError(
                 f"{self.prefill} prefill engines of {len(self.cluster.members)}: each half of a "
@@ -127,7 +88,8 @@ class PathUse(msgspec.Struct, frozen=True):
 class Cell(msgspec.Struct, frozen=True):
     """One run. ``figures`` are seconds, shares or counts by name, None where nothing was measured;
     ``hit_tokens`` by tier, ``recomputed`` and ``unserved`` add up to ``prompt_tokens``.
-    ``held_bytes`` in the end, by tier; of the store what was written to it."""
+    ``held_bytes`` in the end, by tier; of the store what was written to it. ``node_bytes``: of each
+    node's tiers."""
 
     workload: str
     arrangement: Name
@@ -143,6 +105,8 @@ class Cell(msgspec.Struct, frozen=True):
     held_bytes: dict[str, int]
     counts: dict[str, int]
     paths: dict[str, PathUse]
+    engines: tuple[EngineLoad, ...]
+    node_bytes: dict[str, dict[str, int]]
     ttft_s: tuple[float, ...]
 
 
@@ -200,32 +164,9 @@ def _asked_s(setup: Setup, trace: Trace, limit: int | None = None) -> float:
     return total_s
 
 
-def arranged(setup: Setup, name: Name, prefill: int) -> Cluster:
-    """The setup's engines in one of the arrangements, ``prefill`` of them for that half."""
-    arrangement, cluster = ARRANGEMENTS[name], setup.cluster
-    members = tuple(
-        msgspec.structs.replace(member, role="prefill" if index < prefill else "decode")
-        if arrangement.pairs
-        else member
-        for index, member in enumerate(cluster.members)
-    )
-    router = msgspec.structs.replace(cluster.router, policy=arrangement.policy)
-    made = msgspec.structs.replace(cluster, members=members, router=router)
-    if not arrangement.tiers:
-        return made
-    store_bytes = setup.store_bytes if arrangement.tiers == "store" else 0
-    tiers = TierSpec(
-        dram_bytes=setup.dram_bytes,
-        disk_bytes=setup.disk_bytes,
-        object_bytes=store_bytes,
-        agent=Config(write_through=(Tier.OBJECT,) if store_bytes else ()),
-    )
-    return with_tiers(made, tiers, lambda place: f"{arrangement.title}, {place}")
-
-
 def play(setup: Setup, job: Job) -> Cell:
     """One run. Raises ConfigError and TraceError as `simulate` does."""
-    cluster = arranged(setup, job.arrangement, job.prefill)
+    cluster = arranged(setup.cluster, job.arrangement, job.prefill)
     times: list[float] = []
     with no_collector():
         report = simulate(
@@ -255,6 +196,8 @@ def play(setup: Setup, job: Job) -> Cell:
         held_bytes=held,
         counts=_counts(report),
         paths=_paths(cluster, report),
+        engines=report.engines,
+        node_bytes={node: use.held_bytes for node, use in report.agents.items()},
         ttft_s=_thinned(sorted(times)),
     )
 
@@ -446,7 +389,8 @@ def _played(
         if not future.cancelled() and future.exception() is None:
             on_cell()
 
-    futures = [pool.submit(play, setup, job) for job in jobs]
+    # The last arrangements have most to do: begun last, one process would work alone in the end.
+    futures = [pool.submit(play, setup, job) for job in reversed(jobs)][::-1]
     for future in futures:
         future.add_done_callback(done)
     for future in futures:

@@ -6,13 +6,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from kvatlas.report.axes import Axis, number
-from kvatlas.report.html import Markup, assumed, bullets, section, table
+from kvatlas.report.html import Markup, assumed, bullets, details, section, table
 from kvatlas.report.html import page as html_page
-from kvatlas.report.plots import Bars, bar_plot, distribution_plot
+from kvatlas.report.plots import Bars, Line, Mark, bar_plot, distribution_plot, line_plot
 from kvatlas.report.statistics import Interval
+from kvatlas.sim.arrangements import ARRANGEMENTS, Name, arranged
+from kvatlas.sim.cluster import Cluster
 from kvatlas.sim.hit_curve import HitCurve
-from kvatlas.sim.matrix import ARRANGEMENTS, Cell
+from kvatlas.sim.matrix import Cell
 from kvatlas.sim.matrix_table import FIGURES, Advice, Row
+from kvatlas.sim.picture import picture
 from kvatlas.sim.tier_plots import flow_plot, hit_plot
 
 _PATHS = {
@@ -33,41 +36,90 @@ def page(
     rows: Sequence[Row],
     cells: Sequence[Cell],
     *,
+    cluster: Cluster,
     curves: Mapping[str, HitCurve],
 ) -> str:
-    """The whole file. ``about``: what was simulated; ``guessed``: what nobody gave; ``curves``:
-    hits by capacity, by workload."""
-    workloads = list(dict.fromkeys(row.workload for row in rows))
+    """The whole file. ``about``: what was simulated; ``guessed``: what nobody gave; ``cluster``:
+    what was arranged; ``curves``: hits by capacity, by workload."""
     said = bullets([each.sentence for each in advice])
-    sections = [section("What to take", said, assumed(guessed))]
-    for workload in workloads:
-        of = [row for row in rows if row.workload == workload]
-        played = [cell for cell in cells if cell.workload == workload]
-        sections.append(_workload(workload, of, played, curves[workload]))
+    sections = [section("What to take", said, _reuse(rows, curves), assumed(guessed))]
+    for each in advice:
+        of = [row for row in rows if row.workload == each.workload]
+        played = [cell for cell in cells if cell.workload == each.workload]
+        drawn = _pictures(cluster, played, each.take)
+        sections.append(_workload(of, played, drawn, curves[each.workload]))
     return html_page("Is a shared cache worth it?", sections, subtitle=about)
 
 
-def _workload(workload: str, rows: Sequence[Row], cells: Sequence[Cell], curve: HitCurve) -> Markup:
-    runs, met = rows[0].runs, rows[0].figures["attained"]
-    note = "One run of each: no interval." if runs == 1 else f"Means over {runs} seeds"
-    if runs > 1:
-        told = met is not None and met.low is not None
-        note += (
-            "; whiskers and ± hold the true mean with 95 %." if told else ": too few for intervals."
-        )
+def _workload(
+    rows: Sequence[Row], cells: Sequence[Cell], pictures: Markup, curve: HitCurve
+) -> Markup:
     return section(
-        workload,
-        note,
+        rows[0].workload,
+        _runs(rows[0]),
         _met(rows),
         _distributions(cells),
         _figures(rows),
         _cost(rows),
+        pictures,
         hit_plot(curve),
         _tokens(rows),
         flow_plot([(row.title, row.moved_bytes) for row in rows]),
         _moved(rows),
         _paths(rows),
         _counts(rows),
+    )
+
+
+def _runs(row: Row) -> str:
+    """What stands behind the figures."""
+    if row.runs == 1:
+        return "One run of each: no interval."
+    met = row.figures["attained"]
+    told = met is not None and met.low is not None
+    bounds = "Whiskers and ± hold the true mean with 95 %." if told else "Too few for intervals."
+    return (
+        f"Means over {row.runs} seeds: a percentile is the mean of what it is in each run, while "
+        "the distribution of times has the requests of all runs together, and so other "
+        f"percentiles. {bounds}"
+    )
+
+
+def _pictures(cluster: Cluster, cells: Sequence[Cell], take: Name) -> Markup:
+    """What is taken, and folded away all others; of each the first run."""
+    several = len({cell.seed for cell in cells}) > 1
+    drawn: dict[Name, Markup] = {}
+    for cell in cells:
+        if cell.arrangement not in drawn:
+            made = arranged(cluster, cell.arrangement, cell.prefill_engines)
+            title = ARRANGEMENTS[cell.arrangement].title + f", seed {cell.seed}" * several
+            drawn[cell.arrangement] = picture(made, cell.engines, cell.node_bytes, title=title)
+    taken = drawn.pop(take)
+    others = details("The other arrangements, drawn", *drawn.values()) if drawn else ""
+    return Markup(taken + others)
+
+
+def _reuse(rows: Sequence[Row], curves: Mapping[str, HitCurve]) -> Markup:
+    """Cost against how much of each workload comes back; of one workload there is no such line."""
+    if len(curves) < 2:
+        return Markup("")
+    shares = {workload: curve.points[-1][1] * 100 for workload, curve in curves.items()}
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        cost = row.figures["good_dollars_per_million"]
+        if cost is not None:
+            lines.setdefault(row.title, []).append((shares[row.workload], cost.mean))
+    note = (
+        "A workload each; across, the prompt blocks that came before at all, as one endless cache "
+        "would find them. Workloads differ in more than that."
+    )
+    return line_plot(
+        "Cost by reuse",
+        [Line(name, sorted(points), joined=False) for name, points in lines.items()],
+        Axis("prompt blocks that came before", "%", low=0, high=100),
+        Axis("per million tokens that met the objectives", "$", log=True),
+        marks=[Mark(workload, share, "x") for workload, share in shares.items()],
+        note=note,
     )
 
 

@@ -16,7 +16,8 @@ import msgspec
 from kvatlas.report.money import dollars_text
 from kvatlas.report.statistics import Interval, interval
 from kvatlas.report.table import seconds
-from kvatlas.sim.matrix import ARRANGEMENTS, Cell, Name, PathUse
+from kvatlas.sim.arrangements import ARRANGEMENTS, Name
+from kvatlas.sim.matrix import Cell, PathUse
 
 #: Where there is one run of each, by so large a share must they differ to be called better.
 ONCE_SHARE = 0.02

@@ -34,6 +34,8 @@ def page(
         f"{latency.requests:,} requests in {latency.duration_s:,.0f} s of trace on "
         f"{report.devices} devices, policy {report.policy}, seed {report.seed}; kvatlas {version}"
     )
+    held = {node: use.held_bytes for node, use in report.agents.items()}
+    drawn = picture(cluster, report.engines, held)
     sections = [
         section("What users felt", _tiles(report), _latencies(report), _distribution(ttft_s)),
         section(
@@ -42,7 +44,7 @@ def page(
             hit_plot(curve) if curve is not None else Markup(""),
             flow_plot([("moved", moved(report.agents.values(), report.pairs))]),
         ),
-        section("The cluster", picture(cluster, report), _engines(report), _links(report)),
+        section("The cluster", drawn, _engines(report), _links(report)),
         section("What went wrong", _faults(report)),
     ]
     return html_page(f"Simulated: {PurePath(report.trace).name}", sections, subtitle=head)

@@ -1,13 +1,13 @@
-"""A simulated cluster drawn: nodes with their engines, how busy they were, how much they hit, and
-what lies below them. Pure."""
+"""A cluster drawn: nodes with their engines, what lies below them, and, of a run, how busy the
+engines were, how much they hit and what the tiers held. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvatlas.report.html import Markup, escaped
 from kvatlas.sim.cluster import Cluster, Member
-from kvatlas.sim.report import EngineLoad, SimReport
+from kvatlas.sim.report import EngineLoad
 
 NODES_MAX, ENGINES_MAX = 24, 4  # drawn, of each node
 _WIDTH, _ACROSS, _GAP, _ROW, _HEAD = 900, 4, 16, 34, 26
@@ -15,12 +15,22 @@ _BOX = (_WIDTH - _GAP * (_ACROSS - 1)) / _ACROSS
 _COLOURS = {"combined": 0, "prefill": 1, "decode": 2}
 
 
-def picture(cluster: Cluster, report: SimReport) -> Markup:
-    """As SVG for `report.html.page`; what is not drawn is said below it."""
+Held = Mapping[str, Mapping[str, int]]  # bytes by node and tier
+
+
+def picture(
+    cluster: Cluster,
+    engines: Sequence[EngineLoad] = (),
+    held: Held | None = None,
+    *,
+    title: str = "Nodes and engines",
+) -> Markup:
+    """As SVG for `report.html.page`; what is not drawn is said below it. ``engines`` and ``held``
+    are those of a run, ``held`` what was there in the end; without one nothing is filled."""
     nodes: dict[str, list[Member]] = {}
     for member in cluster.members:
         nodes.setdefault(member.node, []).append(member)
-    loads = {load.name: load for load in report.engines}
+    loads = {load.name: load for load in engines}
     drawn = list(nodes.items())[:NODES_MAX]
     tiers = _tiers(cluster)
     rows = max(min(len(members), ENGINES_MAX) for _, members in drawn) + len(tiers)
@@ -29,24 +39,25 @@ def picture(cluster: Cluster, report: SimReport) -> Markup:
     for index, (name, members) in enumerate(drawn):
         left = (index % _ACROSS) * (_BOX + _GAP)
         top = (index // _ACROSS) * (height + _GAP)
-        held = report.agents[name].held_bytes if name in report.agents else {}
+        here = None if held is None else held.get(name, {})
         parts.append(_frame(left, top, _BOX, height) + _node(name, members, loads, left, top))
         foot = top + _HEAD + min(len(members), ENGINES_MAX) * _ROW
         for row, (tier, capacity) in enumerate(tiers.items()):
-            share = held.get(tier, 0) / capacity
-            said = f"{tier} {held.get(tier, 0) / 1e9:,.0f} of {capacity / 1e9:,.0f} GB"
-            parts.append(_bar(said, share, 3, left + 10, foot + row * _ROW))
+            place = left + 10, foot + row * _ROW
+            parts.append(_tier(tier, capacity, None if here is None else here.get(tier, 0), place))
     bottom = -(-len(drawn) // _ACROSS) * (height + _GAP)
     store = cluster.tiers.object_bytes if cluster.tiers else 0
     if store:
         parts.append(_frame(0, bottom, _WIDTH, _HEAD + 10))
         parts.append(_text(10, bottom + 22, f"store for all nodes: {store / 1e12:,.0f} TB", "ink"))
         bottom += _HEAD + 10 + _GAP
-    note = "Filled: busy share of each engine; of a tier, what was held in the end."
+    notes = []
+    if loads:
+        notes.append("Filled: busy share of each engine; of a tier, what was held in the end.")
     if len(nodes) > len(drawn):
-        note += f" {len(nodes) - len(drawn):,} more nodes are not drawn."
+        notes.append(f"{len(nodes) - len(drawn):,} more nodes are not drawn.")
     return Markup(
-        f"<figure><figcaption>Nodes and engines<span>{escaped(note)}</span></figcaption>"
+        f"<figure><figcaption>{escaped(title)}<span>{escaped(' '.join(notes))}</span></figcaption>"
         f'<svg class=plot viewBox="0 0 {_WIDTH} {bottom:.0f}" role=img '
         f'aria-label="{escaped(f"{len(nodes)} nodes")}">{"".join(parts)}</svg></figure>'
     )
@@ -60,18 +71,27 @@ def _tiers(cluster: Cluster) -> dict[str, int]:
     return {tier: size for tier, size in sizes.items() if size}
 
 
+def _tier(name: str, capacity: int, held: int | None, place: tuple[float, float]) -> str:
+    """``held`` None: not known."""
+    if held is None:
+        return _bar(f"{name} {capacity / 1e9:,.0f} GB", 0.0, 3, *place)
+    said = f"{name} {held / 1e9:,.0f} of {capacity / 1e9:,.0f} GB"
+    return _bar(said, held / capacity, 3, *place)
+
+
 def _node(
-    name: str, members: Sequence[Member], loads: dict[str, EngineLoad], left: float, top: float
+    name: str, members: Sequence[Member], loads: Mapping[str, EngineLoad], left: float, top: float
 ) -> str:
     hidden = len(members) - ENGINES_MAX
     title = name + (f", {hidden} more engines" if hidden > 0 else "")
     out = _text(left + 10, top + 18, title, "ink")
     for row, member in enumerate(members[:ENGINES_MAX]):
-        load = loads[member.name]
-        hit = load.hit_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
-        said = f"{member.role}: busy {load.busy:.0%}, hit {hit:.0%}"
-        place = top + _HEAD + row * _ROW
-        out += _bar(said, load.busy, _COLOURS[member.role], left + 10, place)
+        said, busy = str(member.role), 0.0
+        if (load := loads.get(member.name)) is not None:
+            hit = load.hit_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
+            said, busy = f"{said}: busy {load.busy:.0%}, hit {hit:.0%}", load.busy
+        place = left + 10, top + _HEAD + row * _ROW
+        out += _bar(said, busy, _COLOURS[member.role], *place)
     return out
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvatlas.report.axes import Axis
-from kvatlas.report.html import Markup, assumed, section, table
+from kvatlas.report.html import Markup, assumed, bullets, section, table
 from kvatlas.report.html import page as html_page
 from kvatlas.report.money import dollars_text
 from kvatlas.report.plots import Line, line_plot
 from kvatlas.report.table import seconds
+from kvatlas.sim.cluster import Cluster
+from kvatlas.sim.picture import picture
 from kvatlas.sim.plan import Held, Plan, hours
 
 REUSES = (1, 2, 4, 8, 16, 32)  # of the plot of cost against reuse
@@ -17,10 +19,11 @@ REUSES = (1, 2, 4, 8, 16, 32)  # of the plot of cost against reuse
 Lines = tuple[list[str], list[list[str]]]  # heads, and rows below them
 
 
-def page(head: Sequence[str], guessed: Sequence[str], found: Plan) -> str:
+def page(head: Sequence[str], guessed: Sequence[str], cluster: Cluster, found: Plan) -> str:
     """The whole file. ``head``: what was priced; ``guessed``: what nobody gave."""
     sections = [
-        section("What to do", found.advice, *head[1:], assumed(guessed)),
+        section("What to do", found.advice, assumed(guessed)),
+        section("The cluster", bullets(head[1:]), picture(cluster)),
         section("What tokens cost", _hit_share(found), *_tables(found, "mix", "prefill", "decode")),
         section("What a hit saves", *_tables(found, "hits")),
         section("Load or compute", _loads(found), *_tables(found, "ways", "loads")),
@@ -43,8 +46,8 @@ CAPTIONS = {
     "the prompt, of the output, of both; then with engines that stand idle. 'balanced': of "
     "engines in halves, the share that should prefill.",
     "prefill": "A prompt in full steps, nothing cached.",
-    "decode": "Requests that decode together; the last batch of a context is the largest that "
-    "fits.",
+    "decode": "Requests that decode together; 'most': so many fit, or as many as the engine's "
+    "max_running lets in.",
     "hits": "A prefix that need not be computed; 'sooner' is the first token's, with one block "
     "of new tokens behind it.",
     "ways": "From which position on a load is quicker than computing, and at each longer one.",
@@ -118,7 +121,7 @@ def _decode(found: Plan) -> Lines:
         [
             row.engine,
             f"{row.context:,}",
-            str(row.batch) + (" (all)" if row.batch == row.batch_max else ""),
+            str(row.batch) + (" (most)" if row.batch == row.batch_max else ""),
             seconds(row.step_s),
             f"{row.batch / row.step_s:,.0f}",
             f"{row.dollars_per_million:.4f}",
