@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvatlas import config_tenants
+from kvatlas import config_register, config_tenants
+from kvatlas.config_register import RegisterConfig
 from kvatlas.config_tenants import TenantsConfig
 from kvatlas.config_tls import AdminConfig, AuditConfig, TlsConfig, fault_of, is_local, right_of
 from kvatlas.core.admission import Rules
@@ -177,6 +178,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls: TlsConfig = TlsConfig()
     admin: AdminConfig = AdminConfig()
     audit: AuditConfig = AuditConfig()
+    register: RegisterConfig = RegisterConfig()
 
 
 _TABLES: dict[str, type[msgspec.Struct]] = {
@@ -195,6 +197,7 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
     "tls": TlsConfig,
     "admin": AdminConfig,
     "audit": AuditConfig,
+    "register": RegisterConfig,
 }
 
 
@@ -268,6 +271,9 @@ def _check(path: Path, text: str, config: Config) -> None:
         secret=bool(config.keys.secret_file),
         blind=config.router.policy in BLIND,
     )
+    if key:
+        raise ConfigError(f"{path}:{line_of(text, key)}: {why}")
+    key, why = config_register.fault_of(config.register, secret=bool(config.keys.secret_file))
     if key:
         raise ConfigError(f"{path}:{line_of(text, key)}: {why}")
     if config.picker.listen:

@@ -7,7 +7,8 @@ KvatlasError
 ├── TraceError        a workload file; the text names the file, the line and what is wrong there
 ├── LayoutError       a model whose KV state we cannot describe; refused, never guessed
 ├── LedgerError       a caller misuses a tier's books; nothing was changed
-└── StoreError        stored or shared bytes are not what they should be, or their place is misused
+├── StoreError        stored or shared bytes are not what they should be, or their place is misused
+└── RegisterError     the register did not answer in time, or wrongly; whether it acted is not known
 """
 
 
@@ -60,3 +61,14 @@ class LedgerError(KvatlasError):
 class StoreError(KvatlasError):
     """Bytes of a tier are damaged, foreign or out of place. They are not used; what they stood for
     is computed again."""
+
+
+class RegisterError(KvatlasError):
+    """The cluster's register cannot be asked, or did not answer in time or rightly. Where it was
+    asked it may have acted."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        """``reason``: one word for figures: late, gone, busy, loading, read_only, denied, moving,
+        unfit, wrong."""
+        super().__init__(message)
+        self.reason = reason

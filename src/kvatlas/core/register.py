@@ -22,7 +22,16 @@ import msgspec
 
 from kvatlas.core import register_values as words
 from kvatlas.core.forgetting import FLOORS_MAX, Floors, payer_of
-from kvatlas.core.register_values import COMMITS_MAX, Answer, Member, No, Question, Refused
+from kvatlas.core.register_limits import fault_of
+from kvatlas.core.register_values import (
+    COMMITS_MAX,
+    Answer,
+    Member,
+    No,
+    OfStore,
+    Question,
+    Refused,
+)
 
 
 class _Life(msgspec.Struct):
@@ -66,7 +75,8 @@ class Register:
 
     def ask(self, question: Question, now_ms: int) -> Answer:
         """One step, whole or not at all."""
-        self._bury(now_ms)
+        if fault := fault_of(question):
+            return Refused(No.FULL, fault)
         match question:
             case words.Join():
                 return self._join(question, now_ms)
@@ -84,18 +94,8 @@ class Register:
                 return self._put_tenants(question, now_ms)
             case words.AskTenants():
                 return self._tenants_told(question)
-            case words.Commit():
-                return self._commit(question, now_ms)
-            case words.AskRecords():
-                return self._records_told(question, now_ms)
-            case words.Withdraw():
-                return self._withdraw(question, now_ms)
-            case words.Expire():
-                return self._expire(question, now_ms)
-            case words.ForgetOwner():
-                return self._forget(question, now_ms)
-            case words.AskUsage():
-                return self._usage_told(question, now_ms)
+            case _:
+                return self._ask_store(question, now_ms)
 
     def _bury(self, now_ms: int) -> None:
         """Members whose time is over are none."""
@@ -113,6 +113,7 @@ class Register:
     # -- members --------------------------------------------------------------------------------
 
     def _join(self, asked: words.Join, now_ms: int) -> Answer:
+        self._bury(now_ms)
         member = asked.member
         if (fault := self._stranger(asked, now_ms)) is not None:
             return fault
@@ -158,6 +159,7 @@ class Register:
         return Refused(No.NAME, known.member.url)
 
     def _leave(self, asked: words.Leave, now_ms: int) -> Answer:
+        self._bury(now_ms)
         known = self._members.get(asked.name)
         if known is None or known.member.life != asked.life:
             return Refused(No.STRANGER)
@@ -170,6 +172,7 @@ class Register:
     # -- leases ---------------------------------------------------------------------------------
 
     def _acquire(self, asked: words.Acquire, now_ms: int) -> Answer:
+        self._bury(now_ms)
         known = self._members.get(asked.name)
         if known is None or known.member.life != asked.life:
             return Refused(No.STRANGER)
@@ -214,8 +217,6 @@ class Register:
 
     def _put_tenants(self, asked: words.PutTenants, now_ms: int) -> Answer:
         revision = self._revs["tenants"]
-        if len(asked.text.encode()) > words.TENANTS_BYTES_MAX:
-            return Refused(No.FULL, f"{words.TENANTS_BYTES_MAX} bytes")
         if asked.offered > revision:
             self._revs["tenants"] = asked.offered
         elif asked.expected == revision:
@@ -231,19 +232,37 @@ class Register:
 
     # -- resume records of shared stores --------------------------------------------------------
 
-    def _commit(self, asked: words.Commit, now_ms: int) -> Answer:
-        store = self._store(asked.store, now_ms)
+    def _ask_store(self, question: OfStore, now_ms: int) -> Answer:
+        store = self._store(question.store, now_ms)
+        if store is None:
+            return Refused(No.FULL, f"{words.STORES_MAX} stores")
+        match question:
+            case words.Commit():
+                return self._commit(store, question, now_ms)
+            case words.AskRecords():
+                return self._records_told(store, question, now_ms)
+            case words.Withdraw():
+                self._drop(store, question.keys)
+                return words.Done(store.generation)
+            case words.Expire():
+                return self._expire(store, question)
+            case words.ForgetOwner():
+                return self._forget(store, question)
+            case words.AskUsage():
+                used = dict(sorted(store.used_bytes.items()))
+                return words.ToldUsage(store.generation, len(store.records), used)
+
+    def _commit(self, store: _Store, asked: words.Commit, now_ms: int) -> Answer:
         until_ms = now_ms + asked.ttl_ms if asked.ttl_ms else 0
         refused: list[No | None] = []
-        for record in asked.records[:COMMITS_MAX]:
+        for record in asked.records:
             why = self._refusal(store, asked, record)
             refused.append(why)
             if why is not None:
                 continue
-            payer = payer_of(record.owner)
             had = store.records.get(record.key)
             if had is None:
-                store.used_bytes[payer] = store.used_bytes.get(payer, 0) + record.size_bytes
+                self._charge(store, record.owner, record.size_bytes)
                 store.records[record.key] = _Kept(record, until_ms)
             else:  # it is whole already; who said so first pays
                 had.until_ms = max(had.until_ms, until_ms) if had.until_ms and until_ms else 0
@@ -263,8 +282,7 @@ class Register:
         used = store.used_bytes.get(payer, 0) + record.size_bytes
         return No.QUOTA if 0 <= quota < used else None
 
-    def _records_told(self, asked: words.AskRecords, now_ms: int) -> Answer:
-        store = self._store(asked.store, now_ms)
+    def _records_told(self, store: _Store, asked: words.AskRecords, now_ms: int) -> Answer:
         found = [store.records.get(key) for key in asked.keys]
         data = tuple(
             kept.record.data if kept is not None and self._counts(kept, now_ms) else None
@@ -276,34 +294,25 @@ class Register:
         over = bool(kept.until_ms) and kept.until_ms <= now_ms
         return not over and not self._floors.forgotten(kept.record.owner)
 
-    def _withdraw(self, asked: words.Withdraw, now_ms: int) -> Answer:
-        store = self._store(asked.store, now_ms)
-        self._drop(store, asked.keys)
-        return words.Done(store.generation)
-
-    def _expire(self, asked: words.Expire, now_ms: int) -> Answer:
-        store = self._store(asked.store, now_ms)
+    def _expire(self, store: _Store, asked: words.Expire) -> Answer:
         if asked.generation == store.generation:
             self._stores[asked.store] = _Store(store.generation + 1)
         elif asked.generation > store.generation:  # of a register that has lost all since
             self._stores[asked.store] = _Store(asked.generation + 1)
         return words.Done(self._stores[asked.store].generation)
 
-    def _forget(self, asked: words.ForgetOwner, now_ms: int) -> Answer:
-        store = self._store(asked.store, now_ms)
+    def _forget(self, store: _Store, asked: words.ForgetOwner) -> Answer:
         covers = Floors((asked.floor,)).forgotten
-        meant = [key for key, kept in store.records.items() if covers(kept.record.owner)]
+        owners = [(kept.record.owner, key) for key, kept in store.records.items()]
+        meant = [key for owner, key in sorted(owners) if covers(owner)]
         gone = meant[:COMMITS_MAX]
         self._drop(store, gone)
         return words.Left(len(gone), len(meant) - len(gone))
 
-    def _usage_told(self, asked: words.AskUsage, now_ms: int) -> Answer:
-        store = self._store(asked.store, now_ms)
-        used = dict(sorted(store.used_bytes.items()))
-        return words.ToldUsage(store.generation, len(store.records), used)
-
-    def _store(self, name: str, now_ms: int) -> _Store:
-        """With some of what is over taken out, the oldest first."""
+    def _store(self, name: str, now_ms: int) -> _Store | None:
+        """With some of what is over taken out, the oldest first; None: there are too many."""
+        if name not in self._stores and len(self._stores) >= words.STORES_MAX:
+            return None
         store = self._stores.setdefault(name, _Store())
         over = [
             (kept.until_ms, key)
@@ -316,11 +325,11 @@ class Register:
     def _drop(self, store: _Store, keys: Iterable[bytes]) -> None:
         for key in keys:
             kept = store.records.pop(key, None)
-            if kept is None:
-                continue
-            payer = payer_of(kept.record.owner)
-            left = store.used_bytes[payer] - kept.record.size_bytes
-            if left:
-                store.used_bytes[payer] = left
-            else:
-                del store.used_bytes[payer]
+            if kept is not None:
+                self._charge(store, kept.record.owner, -kept.record.size_bytes)
+
+    def _charge(self, store: _Store, owner: str, size_bytes: int) -> None:
+        payer = payer_of(owner)
+        used = store.used_bytes.pop(payer, 0) + size_bytes
+        if used:
+            store.used_bytes[payer] = used

@@ -22,7 +22,14 @@ RECORD_BYTES_MAX = 1024
 MEMBER_BYTES_MAX = 16_384  # of what a member tells of itself
 TENANTS_BYTES_MAX = 8 << 20
 COMMITS_MAX = 256  # records in one call; as many are looked at for their end
-NAME_CHARS_MAX = 128
+NAME_CHARS_MAX = 128  # of members, leases, stores
+KEYS_MAX = 1024  # of positions, or floors, in one question
+KEY_BYTES_MAX = 256
+OWNER_CHARS_MAX = 256
+URL_CHARS_MAX = 1024
+STORES_MAX = 256
+NUMBER_MAX = (1 << 53) - 1  # what Lua counts exactly
+CLUSTER_NAME = r"[A-Za-z0-9._-]{1,64}"
 
 Kind = Literal["gateway", "agent"]
 
@@ -143,12 +150,14 @@ class Raise(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskFloors(msgspec.Struct, frozen=True, tag=True):
-    """All floors; `Told` with none where ``known`` is their revision."""
+    """All floors; `ToldFloors` with none where ``known`` is their revision."""
 
     known: int = 0
 
 
 class ToldFloors(msgspec.Struct, frozen=True, tag=True):
+    """None: the caller knows them."""
+
     revision: int
     floors: tuple[Floor, ...] | None
 
@@ -164,10 +173,14 @@ class PutTenants(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskTenants(msgspec.Struct, frozen=True, tag=True):
+    """Their file, where ``known`` is not its revision."""
+
     known: int = 0
 
 
 class ToldTenants(msgspec.Struct, frozen=True, tag=True):
+    """None: the caller knows it."""
+
     revision: int
     text: str | None
 
@@ -205,6 +218,8 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskRecords(msgspec.Struct, frozen=True, tag=True):
+    """Which of these positions are whole in a store."""
+
     store: str
     keys: tuple[bytes, ...]
 
@@ -239,11 +254,15 @@ class ForgetOwner(msgspec.Struct, frozen=True, tag=True):
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
+    """So many records went, and so many are to go."""
+
     gone: int
     left: int
 
 
 class AskUsage(msgspec.Struct, frozen=True, tag=True):
+    """How much a store is known to hold, and who pays for it."""
+
     store: str
 
 
@@ -255,22 +274,8 @@ class ToldUsage(msgspec.Struct, frozen=True, tag=True):
     used_bytes: dict[str, int]
 
 
-Question = (
-    Join
-    | Leave
-    | Acquire
-    | Release
-    | Raise
-    | AskFloors
-    | PutTenants
-    | AskTenants
-    | Commit
-    | AskRecords
-    | Withdraw
-    | Expire
-    | ForgetOwner
-    | AskUsage
-)
+OfStore = Commit | AskRecords | Withdraw | Expire | ForgetOwner | AskUsage
+Question = Join | Leave | Acquire | Release | Raise | AskFloors | PutTenants | AskTenants | OfStore
 Answer = (
     Refused
     | Joined
