@@ -22,6 +22,7 @@ from benchmarks.peers import ROOT
 NAMES = (
     "decision",
     "directory",
+    "events",
     "tokenize",
     "second_turn",
     "gateway",

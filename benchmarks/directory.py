@@ -1,21 +1,17 @@
-"""The directory's memory, its steadiness under churn, and how fast it takes events in.
+"""The directory's memory, and its steadiness under churn. How fast it takes events in: `events`.
 
 Every measurement runs in a process of its own; blocks are one chain of 256-token blocks after the
-other, 128 blocks each, with random engine hashes. Dynamo's radix tree takes events whose block
-hashes somebody has computed from the tokens; its figures are given without and with that.
+other, 128 blocks each, with random engine hashes.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import random
 import resource
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,8 +33,6 @@ MEMORY_BLOCKS = 1_000_000  # block-holders
 CHURN_BLOCKS = 10_000_000
 LIVE_BLOCKS = 100_000
 CHURN_BLOCK_TOKENS = 16  # tokens do not matter to memory, and hashing them costs most of the time
-INGEST_BLOCKS = {128: 256_000, 16: 128_000, 1: 32_000}  # blocks per event → blocks measured
-INGEST_ROUNDS = 5
 _FINGERPRINT = b"\1" * 32
 
 
@@ -108,28 +102,6 @@ def churn() -> dict[str, float]:
     }
 
 
-def ingest() -> dict[str, list[float]]:
-    """Blocks per second by blocks per event, a sample per round, in alternation with the peer."""
-    samples: dict[str, list[float]] = {f"{n}/{who}": [] for n in INGEST_BLOCKS for who in "oth"}
-    with dynamo() as peer:
-        for turn in range(INGEST_ROUNDS):
-            for per_event, blocks in INGEST_BLOCKS.items():
-                events = itertools.islice(
-                    chains(turn, BLOCK_TOKENS, per_event), blocks // per_event
-                )
-                directory, [publisher] = made(1)
-                prepared = [[event] for event in events]
-                began = time.perf_counter()
-                for event in prepared:
-                    directory.apply(publisher, event)
-                samples[f"{per_event}/o"].append(blocks / (time.perf_counter() - began))
-                assert directory.holders == blocks
-                tree, hashed = peer.call("tree_ingest", turn, blocks, per_event, CHAIN_BLOCKS)
-                samples[f"{per_event}/t"].append(tree)
-                samples[f"{per_event}/h"].append(hashed)
-    return samples
-
-
 def _alone(function: str, *args: int) -> dict[str, float]:
     """One measurement in a fresh process."""
     code = (
@@ -165,21 +137,4 @@ def run() -> dict[str, Any]:
         f"churn: {row['blocks']:,.0f} unique blocks stored and removed, {row['live']:,.0f} live: "
         f"{row['warm_mb']:.1f} → {row['end_mb']:.1f} MB ({row['growth_percent']:+.1f} %)"
     )
-
-    table = Table(title="blocks taken in per second, median of rounds", title_justify="left")
-    for column in ("blocks per event", "kvatlas", "Dynamo", "Dynamo, already hashed"):
-        table.add_column(column, justify="right")
-    figures["ingest"] = {}
-    samples = ingest()
-    for per_event in INGEST_BLOCKS:
-        ours, tree, hashed = (
-            round(statistics.median(samples[f"{per_event}/{who}"])) for who in "oth"
-        )
-        figures["ingest"][str(per_event)] = {
-            "ours": ours,
-            "theirs": hashed,
-            "theirs_already_hashed": tree,
-        }
-        table.add_row(str(per_event), f"{ours:,}", f"{hashed:,}", f"{tree:,}")
-    Console(width=100).print(table)
     return figures

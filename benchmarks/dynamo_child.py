@@ -71,9 +71,13 @@ class Publishers:
         event = ["BlockStored", node.hashes, node.parent, tokens, world.BLOCK_TOKENS, None, "GPU"]
         body = msgspec.msgpack.encode([time.time(), [event], 0])
         for worker in node.workers:
-            number = self._sequences[worker].to_bytes(8, "big")
-            self._sequences[worker] += 1
-            self._sockets[worker].send_multipart([b"", number, body])
+            self.send_body(worker, body)
+
+    def send_body(self, worker: int, body: bytes) -> None:
+        """One message, under the worker's next number."""
+        number = self._sequences[worker].to_bytes(8, "big")
+        self._sequences[worker] += 1
+        self._sockets[worker].send_multipart([b"", number, body])
 
 
 class Peer:
@@ -90,19 +94,7 @@ class Peer:
         """Fill both; returns when the service answers for the last run of every worker."""
         publishers = Publishers()
         for worker, endpoint in enumerate(publishers.endpoints):
-            await self.service.upsert_worker(
-                {
-                    "worker_id": worker,
-                    "model_name": _MODEL,
-                    "endpoint": f"http://127.0.0.1:{10_000 + worker}",
-                    "block_size": world.BLOCK_TOKENS,
-                    "kv_events_endpoint": endpoint,
-                    "data_parallel_start_rank": 0,
-                    "data_parallel_size": 1,
-                    "total_kv_blocks": 2 * world.HOLDERS // world.WORKERS,
-                    "max_num_batched_tokens": 8192,
-                }
-            )
+            await self.service.upsert_worker(_worker(worker, endpoint))
             await asyncio.to_thread(publishers.await_subscriber, worker)
         for number, node in enumerate(world.nodes()):
             local = self.hash(world.ints(node.tokens))
@@ -206,23 +198,65 @@ class Peer:
         tree.find_matches([1])  # the tree works in a thread of its own: wait for it
         return (resident_bytes() - before) / done
 
+    def tree_fill(self, contexts: int) -> float:
+        """Fill the tree with the world of so many contexts; bytes per block-holder."""
+        before, done = resident_bytes(), 0
+        for number, (_, node) in enumerate(world.outline(contexts)):
+            event = store_event(number, node.parent, node.hashes, node.hashes)
+            for worker in node.workers:
+                self.tree.apply_event(worker, event)
+                done += len(node.hashes)
+        self.tree.find_matches([1])  # the tree works in a thread of its own: wait for it
+        return (resident_bytes() - before) / done
+
     def tree_ingest(self, seed: int, blocks: int, per_event: int, chain: int) -> list[float]:
-        """Blocks per second that a fresh radix tree takes in, and with its hashing of 256-token
-        blocks and the making of its events counted too."""
-        tree = RadixTree()
+        """Seconds, and processor seconds, in which the tree takes so many blocks in; and processor
+        seconds for hashing so many blocks of 256 tokens and making their events."""
         events = list(itertools.islice(_tree_events(seed, chain, per_event), blocks // per_event))
-        began = time.perf_counter()
-        for event in events:
-            tree.apply_event(0, event)
-        tree.find_matches([1])
-        alone_s = time.perf_counter() - began
+        began, cpu = time.perf_counter(), time.process_time()
+        for number, event in enumerate(events):
+            self.tree.apply_event(number * per_event // chain % world.WORKERS, event)
+        self.tree.find_matches([1])
+        alone_s, alone_cpu_s = time.perf_counter() - began, time.process_time() - cpu
         tokens = world.ints(world.random_tokens(seed, per_event * world.BLOCK_TOKENS))
         hashes = list(range(per_event))
-        began = time.perf_counter()
+        cpu = time.process_time()
         for number in range(len(events) // 8):  # hashing is steady: an eighth tells the rest
             store_event(number, None, hashes, self.hash(tokens))
-        hashing_s = 8 * (time.perf_counter() - began)
-        return [blocks / alone_s, blocks / (alone_s + hashing_s)]
+        return [alone_s, alone_cpu_s, 8 * (time.process_time() - cpu)]
+
+    async def wire_ingest(self, seed: int, blocks: int, per_event: int, chain: int) -> list[float]:
+        """Seconds, and processor seconds of both ends, from the first message sent until a new
+        selection service answers for the last chain of ``blocks`` in messages with token ids."""
+        service, publishers = SelectionService(), Publishers()
+        await service.upsert_worker(_worker(0, publishers.endpoints[0]))
+        await asyncio.to_thread(publishers.await_subscriber, 0)
+        messages, last = world.messages(seed, blocks, per_event, chain, msgspec.msgpack.encode)
+        request = {"model_name": _MODEL, "token_ids": last}
+        began, cpu = time.perf_counter(), time.process_time()
+        for message in messages:
+            publishers.send_body(0, message)
+        while time.perf_counter() < began + 120:
+            await asyncio.sleep(0.05)
+            answer = await service.select(request)
+            if answer["overlap"]["longest_matched"] == len(last):
+                return [time.perf_counter() - began, time.process_time() - cpu]
+        raise TimeoutError(f"the selection service answers {answer} after {blocks} blocks")
+
+
+def _worker(number: int, events: str) -> dict[str, Any]:
+    """A worker as the selection service registers it."""
+    return {
+        "worker_id": number,
+        "model_name": _MODEL,
+        "endpoint": f"http://127.0.0.1:{10_000 + number}",
+        "block_size": world.BLOCK_TOKENS,
+        "kv_events_endpoint": events,
+        "data_parallel_start_rank": 0,
+        "data_parallel_size": 1,
+        "total_kv_blocks": 2 * world.HOLDERS // world.WORKERS,
+        "max_num_batched_tokens": 8192,
+    }
 
 
 def _tree_events(seed: int, chain: int, per_event: int) -> Iterator[bytes]:
@@ -249,9 +283,9 @@ async def _serve() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         call, args = getattr(peer, command["call"]), command["args"]
-        if command["call"] == "fill":
-            answer: Any = await call()
-        elif command["call"] in ("found", "tree_memory", "tree_ingest"):
+        if command["call"] in ("fill", "wire_ingest"):
+            answer: Any = await call(*args)
+        elif command["call"] in ("found", "tree_memory", "tree_fill", "tree_ingest"):
             answer = call(*args)
         else:
             answer = await _timed(call, args)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import array
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 BLOCK_TOKENS = 256
@@ -55,25 +55,30 @@ def _hashes(seed: int, blocks: int) -> list[int]:
     return [(seed << 12 | i) * 0x9E3779B97F4A7C15 % 2**64 for i in range(1, blocks + 1)]
 
 
-def _node(seed: int, blocks: int, parent: int | None, workers: range) -> Node:
-    tokens = random_tokens(seed, blocks * BLOCK_TOKENS)
-    return Node(_hashes(seed, blocks), parent, tokens, workers)
+def outline(contexts: int = CONTEXTS) -> Iterator[tuple[int, Node]]:
+    """All runs of blocks, parents first, still without the tokens, which the seed beside gives."""
 
+    def run(seed: int, blocks: int, parent: int | None, workers: range) -> tuple[int, Node]:
+        return seed, Node(_hashes(seed, blocks), parent, b"", workers)
 
-def nodes() -> Iterator[Node]:
-    """All runs of blocks, parents first."""
-    system = _node(_seed(_SYSTEM, 0), SYSTEM_BLOCKS, None, range(WORKERS))
+    system = run(_seed(_SYSTEM, 0), SYSTEM_BLOCKS, None, range(WORKERS))
     yield system
     for first in range(0, WORKERS, CLUSTER):
         workers = range(first, first + CLUSTER)
-        for c in range(CONTEXTS):
-            context = _node(_seed(_CONTEXT, first, c), CONTEXT_BLOCKS, system.hashes[-1], workers)
+        for c in range(contexts):
+            seed = _seed(_CONTEXT, first, c)
+            context = run(seed, CONTEXT_BLOCKS, system[1].hashes[-1], workers)
             yield context
             for worker in workers:
                 for t in range(TAILS):
-                    seed = _seed(_TAIL, worker, c, t)
-                    own = range(worker, worker + 1)
-                    yield _node(seed, TAIL_BLOCKS, context.hashes[-1], own)
+                    seed, own = _seed(_TAIL, worker, c, t), range(worker, worker + 1)
+                    yield run(seed, TAIL_BLOCKS, context[1].hashes[-1], own)
+
+
+def nodes() -> Iterator[Node]:
+    """The same with their tokens."""
+    for seed, node in outline():
+        yield node._replace(tokens=random_tokens(seed, len(node.hashes) * BLOCK_TOKENS))
 
 
 def prompt(number: int, match: str = "full") -> bytes:
@@ -96,6 +101,32 @@ def prompt(number: int, match: str = "full") -> bytes:
             random_tokens(seed, TAIL_BLOCKS * BLOCK_TOKENS),
         )
     )
+
+
+def messages(
+    seed: int, blocks: int, per_event: int, chain: int, encode: Callable[[object], bytes]
+) -> tuple[list[bytes], list[int]]:
+    """``blocks`` of 256 tokens in chains, as vLLM 0.32 sends them: a batch of one event for each
+    ``per_event``, its token ids in full. And the token ids of the last chain."""
+    source, made = random.Random(seed), []
+    for number in range(blocks // chain):
+        ids, parent = ints(random_tokens(seed << 20 | number, chain * BLOCK_TOKENS)), None
+        for at in range(0, chain, per_event):
+            hashes = [source.getrandbits(63) for _ in range(per_event)]
+            part = ids[at * BLOCK_TOKENS : (at + per_event) * BLOCK_TOKENS]
+            event = {
+                "type": "BlockStored",
+                "block_hashes": hashes,
+                "parent_block_hash": parent,
+                "token_ids": part,
+                "block_size": BLOCK_TOKENS,
+                "lora_id": None,
+                "medium": "GPU",
+                "lora_name": None,
+            }
+            made.append(encode([1.0, [event], 0]))
+            parent = hashes[-1]
+    return made, ids
 
 
 def ints(tokens: bytes) -> list[int]:

@@ -37,6 +37,19 @@ class Reader {
     }
 
     uint32_t id() {
+        if (left() >= 5) {  // three ids of four are of one of these two forms
+            uint32_t word;
+            if (*at_ == 0xce) {
+                std::memcpy(&word, at_ + 1, 4);
+                at_ += 5;
+                return __builtin_bswap32(word);
+            }
+            if (*at_ == 0xcd) {
+                std::memcpy(&word, at_ + 1, 4);
+                at_ += 3;
+                return __builtin_bswap32(word) >> 16;
+            }
+        }
         const uint64_t first = number(1);
         if (first < 0x80) return static_cast<uint32_t>(first);
         if (first < 0xcc || first > 0xd3) throw nb::value_error("a token id is a whole number");

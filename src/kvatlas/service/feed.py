@@ -344,6 +344,8 @@ class _Stream:
                 if frames is None:
                     break
                 self._on_live(frames)
+            if self._backlog and not self.closed:
+                self._apply()  # most messages are small: what is left of a large one waits
             if self._backlog or self.closed:
                 return not self.closed
         else:
