@@ -33,6 +33,7 @@ from kvatlas.config import (
     TokenizerConfig,
     WorkerConfig,
 )
+from kvatlas.config_register import RegisterConfig
 from kvatlas.config_tenants import TenantsConfig
 from kvatlas.connectors.child import Child
 from kvatlas.connectors.stub_cluster import StubCluster
@@ -50,6 +51,7 @@ from kvatlas.service.http_client import HttpClient
 from kvatlas.service.http_reply import Reply
 from kvatlas.service.http_server import HttpServer
 from kvatlas.service.metrics import GatewayMetrics
+from kvatlas.service.register import RegisterPort
 
 WAIT_S = 90.0  # for real I/O on a busy machine; nothing waits that long when it works
 CHAT, COMPLETION, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -140,10 +142,14 @@ class Product:
         agents: Iterable[AgentConfig] = (),
         ahead: AheadParams | None = None,
         tenants: TenantsConfig | None = None,
+        register: RegisterConfig | None = None,
+        port: RegisterPort | None = None,
         timing: Timing = QUICK,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``port``: in place of the one that ``register`` names."""
         self.clock = clock
+        self.register_port = port
         self.config = Config(
             worker=tuple(workers),
             agent=tuple(agents),
@@ -155,6 +161,7 @@ class Product:
             keys=keys or KeysConfig(),
             ahead=ahead or AheadParams(),
             tenants=tenants or TenantsConfig(),
+            register=register or RegisterConfig(),
         )
         self.timing = timing
         self.port = 0
@@ -171,7 +178,11 @@ class Product:
 
     async def start(self) -> None:
         self.assembly = Assembly(
-            self.config, timing=self.timing, feed_limits=FEED, clock=self.clock
+            self.config,
+            timing=self.timing,
+            feed_limits=FEED,
+            clock=self.clock,
+            register=self.register_port,
         )
         await self.assembly.start()
         port = self.port or self.config.gateway.port
@@ -311,6 +322,10 @@ class Product:
         """Those that are not 0."""
         rows = (await self.workers()).values()
         return {row["worker"]: row["in_flight"] for row in rows if row["in_flight"]}
+
+    async def reached(self, worker: str) -> bool:
+        """Whether a request has come there and is under way."""
+        return worker in await self.in_flight()
 
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of the series of one metric that have these labels."""

@@ -65,6 +65,9 @@ class Ahead:
     decrease."""
 
     def __init__(self, params: Params, dispatcher: Dispatcher) -> None:
+        #: Whether hot prefixes are this gateway's to copy: of several, one does it. Prompts that
+        #: it has served itself are pushed by each.
+        self.leads = True
         self._params = params
         self._dispatcher = dispatcher
         self._copies = Copies(params)
@@ -160,7 +163,7 @@ class Ahead:
         _remember(self._asked, decision.id, prompt)
         if self._params.push:
             self._came_back(prompt)
-        if self._params.replicate:
+        if self._params.replicate and self.leads:
             self._replicate(prompt)
 
     def _prompt(self, event: Question, decision: Decision) -> _Prompt | None:

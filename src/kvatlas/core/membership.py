@@ -75,7 +75,13 @@ class Changed(msgspec.Struct, frozen=True, tag=True):
     member: Member
 
 
-Input = Answered | Unanswered | Raised | Changed
+class Edited(msgspec.Struct, frozen=True, tag=True):
+    """The tenants' file was changed here; all are to have it so."""
+
+    text: str
+
+
+Input = Answered | Unanswered | Raised | Changed | Edited
 
 
 # -- effects ---------------------------------------------------------------------------------------
@@ -107,11 +113,17 @@ class Tenants(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
+class Overruled(msgspec.Struct, frozen=True, tag=True):
+    """The file was changed elsewhere, too, and first: this text does not count."""
+
+    text: str
+
+
 class Emptied(msgspec.Struct, frozen=True, tag=True):
     """The register has lost all; what was whole in stores is not known to be."""
 
 
-Effect = Ask | Members | Learnt | Tenants | Emptied
+Effect = Ask | Members | Learnt | Tenants | Overruled | Emptied
 
 
 class _Lease(msgspec.Struct):
@@ -122,8 +134,8 @@ class _Lease(msgspec.Struct):
 
 
 class Membership:
-    """Of one process. ``wants``: leases that it would hold; ``tenants``: whether it has to know
-    them."""
+    """Of one process. ``wants``: leases that it would hold; ``tenants``: what it knows of them,
+    None where it need not. What was in no register yet is of revision 0, and `Edited`."""
 
     def __init__(
         self,
@@ -131,7 +143,7 @@ class Membership:
         identity: str,
         *,
         wants: Iterable[str] = (),
-        tenants: bool = False,
+        tenants: Tenants | None = None,
         floors: Iterable[Floor] = (),
         params: Params | None = None,
     ) -> None:
@@ -147,8 +159,9 @@ class Membership:
         self._leases = {what: _Lease() for what in wants}
         self._floors = Floors(floors)
         self._unsaid: list[Floor] = list(self._floors.all())
-        self._wants_tenants = tenants
-        self._tenants = Tenants(0, "")
+        self._tenants = tenants
+        self._edited: str | None = None
+        self._stale = False  # what was edited does not follow on what counts
         self._known = {"members": 0, "floors": 0}
         self._grace_s = -math.inf  # until then nobody is missed
         self._asked: set[object] = set()  # what is under way
@@ -167,6 +180,15 @@ class Membership:
         """Who else holds it, as far as is known."""
         lease = self._leases.get(what)
         return lease.holder if lease is not None else ""
+
+    @property
+    def wants(self) -> tuple[str, ...]:
+        """Leases that it would hold."""
+        return tuple(self._leases)
+
+    def leave(self) -> Question:
+        """To be asked last: the others need not wait for the end of this life."""
+        return words.Leave(self.me.name, self.me.life)
 
     def tick(self, now: float, clock_ms: int) -> list[Effect]:
         """Time to say that it lives. ``clock_ms``: the wall clock, for the register to judge."""
@@ -195,6 +217,9 @@ class Membership:
                 self.me = event.member
                 self._beat_s = -math.inf
                 return []
+            case Edited(text):
+                self._edited = text
+                return []
             case Unanswered():
                 self._asked.discard(_topic(event.question))
                 self.problem = f"the register does not answer: {event.why}"
@@ -211,8 +236,14 @@ class Membership:
                 self._leased(asked, event.answer, event.asked_s)
             case words.AskFloors(), words.ToldFloors():
                 return self._told_floors(event.answer)
-            case words.AskTenants(), words.ToldTenants():
-                return self._told_tenants(event.answer)
+            case words.AskTenants(), words.ToldTenants(revision, str() as text):
+                return self._told_tenants(revision, text)
+            case words.PutTenants(text), words.Done(revision):
+                self._edited = None if self._edited == text else self._edited
+                return self._told_tenants(revision, text)
+            case words.PutTenants(), Refused(No.STALE) if self._tenants is not None:
+                self._stale = True  # somebody was first
+                return self._ask("tenants", words.AskTenants(self._tenants.revision))
             case words.Raise() as asked, words.Done():
                 said = set(asked.floors)
                 self._unsaid = [floor for floor in self._unsaid if floor not in said]
@@ -241,13 +272,23 @@ class Membership:
             effects += self._ask(what, ask)
         if told.floors_rev != self._known["floors"]:
             effects += self._ask("floors", words.AskFloors(self._known["floors"]))
-        if self._wants_tenants and told.tenants_rev > self._tenants.revision:
-            effects += self._ask("tenants", words.AskTenants(self._tenants.revision))
-        elif self._wants_tenants and told.tenants_rev < self._tenants.revision:
-            offered = self._tenants
-            put = words.PutTenants(offered.text, offered=offered.revision)
-            effects += self._ask("put tenants", put)
-        return effects + self._say()
+        return effects + self._agree(told.tenants_rev) + self._say()
+
+    def _agree(self, revision: int) -> list[Effect]:
+        """On who the tenants are: the newest counts, and the first where there was none."""
+        mine = self._tenants
+        if mine is None:
+            return []
+        if self._edited is not None and (revision or not mine.revision):
+            return self._ask("put tenants", words.PutTenants(self._edited, mine.revision))
+        if revision > mine.revision:
+            return self._ask("tenants", words.AskTenants(mine.revision))
+        if revision == mine.revision:
+            return []
+        text = mine.text if self._edited is None else self._edited
+        if not text:
+            return []
+        return self._ask("put tenants", words.PutTenants(text, offered=mine.revision))
 
     def _begin_again(self, now: float) -> list[Effect]:
         """It is an empty one: what must not be lost is said again, and nobody is missed yet."""
@@ -297,11 +338,17 @@ class Membership:
         new = tuple(floor for floor in told.floors if self._floors.put(floor))
         return ([Learnt(new)] if new else []) + self._say()
 
-    def _told_tenants(self, told: words.ToldTenants) -> list[Effect]:
-        if told.text is None or told.revision <= self._tenants.revision:
+    def _told_tenants(self, revision: int, text: str) -> list[Effect]:
+        if self._tenants is None or revision <= self._tenants.revision:
             return []
-        self._tenants = Tenants(told.revision, told.text)
-        return [self._tenants]
+        self._tenants = Tenants(revision, text)
+        effects: list[Effect] = [self._tenants]
+        if self._stale and self._edited is not None and self._edited != text:
+            effects.insert(0, Overruled(self._edited))
+        if self._stale or self._edited == text:
+            self._edited = None
+        self._stale = False
+        return effects
 
     # -- what is asked --------------------------------------------------------------------------
 

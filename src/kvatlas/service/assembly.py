@@ -47,6 +47,8 @@ from kvatlas.service.inspection import Inspector
 from kvatlas.service.page import LivePage
 from kvatlas.service.purge import purger_of
 from kvatlas.service.recording import Recorder
+from kvatlas.service.register import RegisterPort, open_register
+from kvatlas.service.replica import Replica
 from kvatlas.service.steer import Inbound
 from kvatlas.service.steering import Rank, Steering
 from kvatlas.service.tenancy import Tenancy
@@ -73,9 +75,10 @@ class Assembly:
         timing: Timing | None = None,
         feed_limits: sequence.Limits = sequence.LIMITS,
         clock: Callable[[], float] = time.monotonic,
+        register: RegisterPort | None = None,
     ) -> None:
-        """``clock`` times the decisions; ``timing``: instead of the file's. Raises ConfigError for
-        a secret, a tokenizer, a layout, proofs or a device that cannot be used."""
+        """``clock`` times the decisions; ``timing`` and ``register``: instead of the file's. Raises
+        ConfigError for a secret, a tokenizer, a layout, proofs or a device that cannot be used."""
         self.config = config
         health_s = config.gateway.health_timeout_s
         self.timing = timing or msgspec.structs.replace(TIMING, timeout_s=health_s)
@@ -125,6 +128,11 @@ class Assembly:
         self.feed: Feed
         self.engines: Engines
         self.agents: Agents
+        self.replica: Replica | None = None  # where there is a register
+        self._register = register
+        self._agents_wanted = config.agent
+        self._taking = asyncio.Lock()
+        self._taken: set[asyncio.Task[None]] = set()
         self._sync: asyncio.Task[None] | None = None
         self._verify: asyncio.Task[None] | None = None
 
@@ -147,8 +155,11 @@ class Assembly:
         )
         self.ahead.agents = self.tenancy.agents = self.agents
         self.tenancy.purger = purger_of(self)
+        if self.config.register.on:
+            self.replica = self._new_replica()
+            await self.replica.start()
         await self.tenancy.start()
-        await self.agents.take(self.config.agent)
+        await self._take_agents()
         await self.engines.first_look(_FIRST_LOOK_S)
         self._copy_state()
         self._sync = asyncio.create_task(self._keep_in_step(), name="health to router")
@@ -170,11 +181,44 @@ class Assembly:
         for name, worker in wanted.items():
             if name not in self.engines.workers:
                 self.engines.add(worker)
-        await self.agents.take(config.agent)
+        self._agents_wanted = config.agent
+        await self._take_agents()
+
+    async def _take_agents(self) -> None:
+        """Those of the file, and those that are members."""
+        found = self._agents_wanted
+        if self.replica is not None:
+            found = self.replica.agents(found, self.engines.workers)
+        async with self._taking:
+            await self.agents.take(found)
+
+    def _new_replica(self) -> Replica:
+        """Raises ConfigError."""
+
+        def met() -> None:
+            task = asyncio.create_task(self._take_agents(), name="agents that are members")
+            self._taken.add(task)
+            task.add_done_callback(self._taken.discard)
+
+        purger = self.tenancy.purger
+        replica = Replica(
+            self.config,
+            self._register or open_register(self.config.register),
+            self._keyring,
+            met=met,
+            learnt=purger.learn if purger is not None else lambda _: None,
+            floors=purger.floors.all() if purger is not None else (),
+        )
+        if purger is not None:
+            purger.raised = replica.members.raised
+        self.tenancy.changed = replica.look
+        return replica
 
     async def close(self) -> None:
         """Ends every task and socket."""
-        for task in (self._sync, self._verify):
+        if self.replica is not None:
+            await self.replica.close()
+        for task in (self._sync, self._verify, *self._taken):
             if task is not None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -243,6 +287,7 @@ class Assembly:
     async def _keep_in_step(self) -> None:
         while True:
             self._copy_state()
+            self.ahead.core.leads = self.replica is None or self.replica.leads
             self.dispatcher.handle(Sweep(50_000), self._clock())
             await asyncio.sleep(self.timing.poll_s / 2)
 
@@ -313,7 +358,8 @@ class Assembly:
 
     def pages(self) -> dict[str, Callable[[str], Awaitable[object]]]:
         """The gateway's further GET paths."""
-        return {
+        replica = {} if self.replica is None else {"/kvatlas/members": self.replica.page}
+        return replica | {
             "/kvatlas/explain/": self.page.explain,
             "/kvatlas/workers": self.report.workers,
             "/kvatlas/agents": self.report.agents,

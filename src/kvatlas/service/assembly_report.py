@@ -109,6 +109,7 @@ class Report:
             "engine_down": {w.name: w.error for w in workers if not w.up},
             "layout": dict(of.layout_errors),
             "tenants": of.tenancy.problems(),
+            "register": of.replica.problems() if of.replica is not None else {},
             "agent_down": of.agents.down(),
             "transport_degraded": of.transports.problems(),
             "agent_apart": of.agents.strangers(_members_up(of), of.dispatcher.keyring),

@@ -91,6 +91,8 @@ class Purger:
         self._told: dict[str, tuple[str, int]] = {}  # agent → life, and how many floors it has
         self._behind: dict[str, str] = {}  # agents that are there and have not all floors → why
         self._count = len(self.floors)
+        #: Told of floors that are new here: the other gateways are to know them.
+        self.raised: Callable[[tuple[Floor, ...]], None] = lambda _: None
         self._file: TenantsFile | None = None  # whose epochs are among the floors
         self._again: dict[str, tuple[float, float]] = {}  # purge → when, and how long after that
         self._turn = asyncio.Lock()
@@ -210,8 +212,18 @@ class Purger:
                 status=503,
                 code="no_receipt",
             ) from error
-        self._count += sum(self.floors.put(floor) for floor in made.floors)
+        self._raise(made.floors)
         return made
+
+    def learn(self, floors: Iterable[Floor]) -> None:
+        """Floors that another gateway has raised; agents are told with the next look."""
+        self._count += sum(self.floors.put(floor) for floor in floors)
+
+    def _raise(self, floors: Iterable[Floor]) -> None:
+        new = tuple(floor for floor in floors if self.floors.put(floor))
+        self._count += len(new)
+        if new:
+            self.raised(new)
 
     # -- carried out ----------------------------------------------------------------------------
 
@@ -315,7 +327,11 @@ class Purger:
         """New lives of agents get all floors; what waits for somebody who is back goes on."""
         if self._tenants.file is not self._file:
             self._file = self._tenants.file
-            self._raise(self._file)
+            self._raise(
+                Floor(tag_of(self._ring, tenant.name), epoch_at(tenant.epoch, 0.0, 0.0))
+                for tenant in self._file.tenant
+                if tenant.epoch
+            )
         now_s = asyncio.get_running_loop().time()
         nodes = {n.config.name: n for n in self._agents().nodes.values() if n.up and n.told}
         for receipt in self.receipts:
@@ -334,12 +350,6 @@ class Purger:
                 else:
                     self._told[name] = now
                     self._behind.pop(name, None)
-
-    def _raise(self, file: TenantsFile) -> None:
-        for tenant in file.tenant:
-            if tenant.epoch:
-                floor = Floor(tag_of(self._ring, tenant.name), epoch_at(tenant.epoch, 0.0, 0.0))
-                self._count += self.floors.put(floor)
 
     async def _tell(self, node: Node) -> str:
         """All floors that there are; no keys are dropped for it. Why it has not done it, or ""."""

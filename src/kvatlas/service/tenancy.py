@@ -49,6 +49,8 @@ class Tenancy:
             self.public = PublicPrefixes(Path(config.tenants.public), tokenizer.prompt)
         self.salts = Salts(ring, self.public)
         self.purger: Purger | None = None
+        #: Called when the file of tenants is another one, and good.
+        self.changed: Callable[[], None] = lambda: None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -78,7 +80,8 @@ class Tenancy:
         """Reads again what has changed; what could not be made into tokens is tried once more."""
         if self.tenants is not None:
             # Ten thousand tenants take two seconds to read.
-            await asyncio.to_thread(self.tenants.refresh)
+            if await asyncio.to_thread(self.tenants.refresh):
+                self.changed()
             if self.agents is not None:
                 await self._teller.tell(self.agents, self.tenants.file)
         if self.public is not None:
