@@ -33,12 +33,13 @@ from valkey.exceptions import (
     ValkeyError,
 )
 
-from kvatlas.config_register import Place, RegisterConfig, place_of
+from kvatlas.config_register import EMBEDDED, Place, RegisterConfig, place_of
 from kvatlas.core.register_limits import fault_of
 from kvatlas.core.register_values import Answer, Commit, No, PutTenants, Question, Refused
 from kvatlas.dataplane.tls import asking
 from kvatlas.errors import ConfigError, RegisterError
 from kvatlas.service.register_calls import Call, Word, answer_of, call_of, library, slot_key
+from kvatlas.service.register_embedded import EmbeddedServer
 from kvatlas.service.register_servers import Servers, send
 
 ASKED_MAX = 1024  # under way, or waiting for a connection
@@ -59,9 +60,10 @@ class RegisterPort(Protocol):
 class ValkeyRegister:
     """The register of the cluster ``name``. Use it in one event loop."""
 
-    def __init__(self, servers: Servers, name: str) -> None:
+    def __init__(self, servers: Servers, name: str, embedded: EmbeddedServer | None = None) -> None:
         self.name = name
         self._servers = servers
+        self._embedded = embedded
         self._library = library()
         self._asked = 0
 
@@ -70,7 +72,10 @@ class ValkeyRegister:
         return (await self.decided(question, deadline_s))[1]
 
     async def close(self) -> None:
+        """Ends the server, too, where it is this process's own."""
         await self._servers.close()
+        if self._embedded is not None:
+            await self._embedded.close()
 
     async def decided(self, question: Question, deadline_s: float) -> tuple[int, Answer]:
         """The answer, and when it was decided by the server's clock; 0 where it was not there."""
@@ -135,7 +140,12 @@ class ValkeyRegister:
 
 
 def open_register(config: RegisterConfig) -> ValkeyRegister:
-    """Connects when it is asked first. Raises ConfigError."""
+    """Connects, or starts its server, when it is asked first. Raises ConfigError."""
+    if config.url == EMBEDDED:
+        server = EmbeddedServer(Path(config.folder))
+        place = Place(path=str(server.socket))
+        servers = Servers(place, slot_key(config.name), awake=server.awake)
+        return ValkeyRegister(servers, config.name, server)
     place = _with_password(place_of(config.url), config.password_file)
     tls = partial(asking, config.ca, config.cert, config.key) if place.tls else None
     if tls is not None:

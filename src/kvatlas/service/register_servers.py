@@ -13,7 +13,7 @@ import contextlib
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from valkey.asyncio import BlockingConnectionPool, Connection, SSLConnection, Valkey
@@ -41,7 +41,8 @@ class _Tls(SSLConnection):
 
 
 class Servers:
-    """``tls`` makes the context of new connections; ``awake`` is called before any is made."""
+    """``tls`` makes the context of new connections; ``awake`` is waited for
+    before any is made."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Servers:
         key: str,
         *,
         tls: Callable[[], ssl.SSLContext] | None = None,
-        awake: Callable[[], None] | None = None,
+        awake: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.place = place
         self._slot = key_slot(key.encode())
@@ -96,7 +97,7 @@ class Servers:
 
     async def _opened(self) -> Valkey:
         if self._awake is not None:
-            self._awake()
+            await self._awake()
         moved, self._moved = self._moved, None
         if self.place.cluster:
             return await _fit(self._to(moved or await self._primary()), cluster=True)
