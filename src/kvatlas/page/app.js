@@ -14,7 +14,7 @@ const overview = new Overview(by("overview"));
 const live = new Live(heard, said);
 let state = null;
 let health = null;
-let healthAt = 0;
+let healthAt = -Infinity;
 let explained = null;
 
 function heard(news) {
@@ -26,7 +26,7 @@ function heard(news) {
 async function askHealth() {
   healthAt = performance.now();
   try {
-    health = await ask("../health");
+    health = { flags: [], details: {}, ...await ask("../health") };
   } catch { /* the stream says what is wrong with the connection */ }
   show();
 }

@@ -11,13 +11,13 @@ const [LEFT, RIGHT, TOP, BOTTOM] = [52, 8, 10, 22];
  * "area" is drawn as columns); `value(bucket, index)` → number or null; `whole(buckets, index)` for
  * the legend; `show(value)` as text. */
 export class TimeChart {
-  constructor({ id, title, note, kind, series, value, whole, show, empty }) {
+  constructor({ id, title, kind, series, value, whole, show, empty }) {
     Object.assign(this, { kind, series, value, whole, show, empty });
     this.legend = h("ul", { class: "legend" });
-    this.when = h("span", { class: "soft note" });
     this.plot = h("div", { class: "plot", tabindex: "0", role: "img", "aria-label": title });
     this.said = h("p", { class: "hidden", "aria-live": "polite" });
-    this.element = card(title, { id, note, class: "chart" }, this.plot, this.legend, this.when, this.said);
+    this.element = card(title, { id, note: "", class: "chart" }, this.plot, this.legend, this.said);
+    this.when = this.element.querySelector(".note");
     this.at = null; // slot under the pointer
     this.slots = [];
     this.plot.addEventListener("pointermove", (event) => this.point(this.slotAt(event)));
@@ -140,8 +140,9 @@ export class TimeChart {
     const here = this.at === null ? null : values[this.at];
     const buckets = this.slots.flatMap(({ bucket }) => (bucket ? [bucket] : []));
     replace(this.legend, this.series.map((one, i) => {
-      const v = here ? here[i] : this.whole(buckets, i);
-      return h("li", null, h("i", { class: `swatch ${one.area || this.kind === "stack" ? "" : "thin"} ${one.class}` }), one.label,
+      const all = this.whole(buckets, i);
+      const v = here ? here[i] : all;
+      return one.rare && !all ? null : h("li", null, h("i", { class: `swatch ${one.area || this.kind === "stack" ? "" : "thin"} ${one.class}` }), one.label,
         h("b", null, v === null ? "–" : this.show(v)));
     }));
     const at = this.at === null ? null : this.slots[this.at]?.at;

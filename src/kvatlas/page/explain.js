@@ -5,6 +5,7 @@ import { card, clean, h, svg } from "./dom.js";
 import { clock, count, percent, seconds, steps } from "./format.js";
 
 const SHOWN = 32;
+const SIDES = 394; // what the columns beside the pictures and the space between take
 const WORDS = {
   wait: "wait in its queue", load: "load from lower tiers", recompute: "recompute the rest",
   hand_off: "hand over to the decode half", crowd: "slowed by others", charge: "what it takes from others",
@@ -37,9 +38,9 @@ function summary(told) {
 // -- candidates ----------------------------------------------------------------------------------
 
 function candidates(told, shown, width) {
-  const room = Math.max(860, width - 44);
-  const line = Math.max(240, Math.round((room - 360) * 0.44));
-  const price = Math.max(260, room - 360 - line);
+  const room = Math.max(820, width - SIDES);
+  const line = Math.round(room * 0.44);
+  const price = room - line;
   const reference = Math.max(told.ttft_s ?? 0, ...shown.map((plan) => plan.total_s));
   const ticks = steps(reference, 4);
   const seen = told.terms.filter((_, i) => shown.some((plan) => plan.price_s[i] > 0));
@@ -53,7 +54,7 @@ function candidates(told, shown, width) {
       h("div", { class: "soft small" }, i === 0 ? "the cheapest in order" : plan.why))));
   const more = told.considered - shown.length;
   return card("What each engine would have cost", { id: "candidates", note: `${count(told.considered)} considered${more > 0 ? `, ${count(more)} not drawn` : ""}` },
-    h("div", { class: "keys" }, key(tierKeys(shown), "t-"), key(seen.map((term) => [term, WORDS[term]]), "p-")),
+    h("div", { class: "keys" }, key(tierKeys(shown), "t-", sign("pin", "resumes here")), key(seen.map((term) => [term, WORDS[term]]), "p-", sign("dash", "predicted first token"), told.ttft_s === null ? null : sign("real", "the first token as it came"))),
     h("div", { class: "wide", tabindex: "0", role: "group", "aria-labelledby": "candidates-title" }, h("table", { class: "plans" },
       h("thead", null, h("tr", null, h("th", { scope: "col" }, "Engine"), h("th", { scope: "col" }, "Where it can resume the prompt", axis([0, tokens / 2, tokens], tokens, line, (v) => count(Math.round(v)))),
         h("th", { scope: "col" }, "Price", axis(ticks, ticks[ticks.length - 1], price, seconds)), h("th", { scope: "col", class: "n" }, "In all"))),
@@ -67,8 +68,18 @@ function tierKeys(shown) {
   return [...held.map((name) => [name, `held in ${name}`]), ...coming, ["computed", "to compute"]];
 }
 
-function key(pairs, prefix) {
-  return h("ul", { class: "legend" }, pairs.map(([name, label]) => h("li", null, h("i", { class: `swatch ${prefix}${name}` }), label)));
+function key(pairs, prefix, ...signs) {
+  return h("ul", { class: "legend" }, pairs.map(([name, label]) => h("li", null, h("i", { class: `swatch ${prefix}${name}` }), label)), signs);
+}
+
+const SIGNS = {
+  pin: () => [svg("path", { class: "mark", d: "M6 3V14" }), svg("path", { class: "flag", d: "M2 0h8l-4 5z" })],
+  dash: () => svg("path", { class: "mark thin", d: "M6.5 0V14" }),
+  real: () => svg("path", { class: "real", d: "M6 1l5 6l-5 6l-5 -6z" }),
+};
+
+function sign(name, label) {
+  return h("li", null, svg("svg", { class: "sign", width: 12, height: 14, "aria-hidden": "true" }, SIGNS[name]()), label);
 }
 
 function axis(ticks, top, width, show) {

@@ -1,7 +1,7 @@
 // The overview: key figures, the cluster, charts, and tables of what stands behind them.
 
 import { TimeChart } from "./chart.js";
-import { card, clean, h, replace } from "./dom.js";
+import { card, clean, h, replace, svg } from "./dom.js";
 import { bytes, clock, count, percent, seconds, short } from "./format.js";
 import { label, topology } from "./topology.js";
 
@@ -88,14 +88,13 @@ function figures(state) {
   const minute = Math.min(MINUTE_BUCKETS * state.bucket_s, Math.max(state.bucket_s, state.at - Math.min(state.began_at, state.log_from ?? state.began_at)));
   const rate = sum((b) => b.ended, last) / minute;
   const met = state.objectives.met + state.objectives.missed;
-  const span = `last ${Math.round(state.buckets_max * state.bucket_s / 60)} min`;
   return [
-    ["Requests", `${rate >= 10 ? Math.round(rate) : rate.toFixed(1)}/s`, `${count(flying)} in flight, ${count(state.decisions)} routed in all`],
-    ["Tokens reused", percent(tokens.known ? tokens.hit / tokens.known : null), `${short(tokens.hit)} of ${short(tokens.known)} prompt tokens, ${span}`],
-    ["First token", seconds(judged ? sum((b) => b.measured_s) / judged : null), judged ? `mean, ${span}; predicted ${seconds(sum((b) => b.predicted_s) / judged)}` : "no stream was seen"],
-    ["Regret", seconds(judged ? sum((b) => b.regret_s) / judged : null), judged ? `mean per request, ${span}` : "of streams only"],
+    ["Requests", `${rate >= 10 ? Math.round(rate) : rate.toFixed(1)}/s`, `${count(flying)} in flight, ${count(state.decisions)} since the start`],
+    ["Tokens reused", percent(tokens.known ? tokens.hit / tokens.known : null), `${short(tokens.hit)} of ${short(tokens.known)} prompt tokens`],
+    ["First token", seconds(judged ? sum((b) => b.measured_s) / judged : null), judged ? `mean; predicted ${seconds(sum((b) => b.predicted_s) / judged)}` : "no stream was seen"],
+    ["Regret", seconds(judged ? sum((b) => b.regret_s) / judged : null), judged ? `mean per request, against the best plan` : "of streams only"],
     met ? ["Objectives met", percent(state.objectives.met / met), `${count(met)} answers had one`]
-      : ["Not answered well", count(sum((b) => b.failed) + sum((b) => b.refused)), `${count(sum((b) => b.failed))} failed, ${count(sum((b) => b.refused))} refused, ${span}`],
+      : ["Failed or refused", count(sum((b) => b.failed) + sum((b) => b.refused)), `${count(sum((b) => b.failed))} failed, ${count(sum((b) => b.refused))} refused`],
   ].map(([name, value, note]) => h("div", { class: "tile" }, h("dt", null, name), h("dd", null, h("b", { "data-figure": name }, value), h("span", { class: "soft small" }, note))));
 }
 
@@ -122,12 +121,12 @@ function charts() {
   return [
     new TimeChart({
       id: "hits", title: "Prompt tokens by where they came from", kind: "stack", show: short, empty: "no answers yet",
-      series: sources.map((name) => ({ label: name === "unreported" ? "not reported" : name, class: `t-${name}` })),
+      series: sources.map((name) => ({ label: name === "unreported" ? "not reported" : name, class: `t-${name}`, rare: ["disk", "object", "peer", "unreported"].includes(name) })),
       value: (bucket, i) => bucket.tokens[i], whole: (buckets, i) => buckets.reduce((total, b) => total + b.tokens[i], 0),
     }),
     new TimeChart({
       id: "prices", title: "Price of the plans taken", kind: "stack", show: seconds, empty: "nothing was priced yet",
-      series: terms.map((name) => ({ label: TERM_NAMES[name], class: `p-${name}` })),
+      series: terms.map((name) => ({ label: TERM_NAMES[name], class: `p-${name}`, rare: ["hand_off", "crowd"].includes(name) })),
       value: (bucket, i) => (bucket.priced ? bucket.price_s[i] / bucket.priced : null), whole: (buckets, i) => mean(buckets, (b) => b.price_s[i], "priced"),
     }),
     new TimeChart({
@@ -167,8 +166,15 @@ function requests(state) {
   return table([["Time"], ["Request"], ["Engine"], ["Status"], ["Prompt", "n"], ["Reused", "n"], ["First token", "n"], ["Regret", "n"]], state.recent.slice(0, RECENT_SHOWN).map((one) => [
     clock(one.at), h("a", { href: `#request/${encodeURIComponent(one.id)}`, "data-key": `request ${one.id}`, title: clean(one.id, 200) }, clean(one.id, 40)),
     one.worker ? clean(one.worker, 28) : "–", fate(one), one.prompt_tokens < 0 ? "–" : count(one.prompt_tokens),
-    one.hit_tokens === null ? "–" : count(one.hit_tokens), seconds(one.ttft_s), seconds(one.regret_s),
+    reused(one), seconds(one.ttft_s), seconds(one.regret_s),
   ]), "No request came yet.");
+}
+
+function reused(one) {
+  if (one.hit_tokens === null) return "–";
+  const wide = Math.round(48 * Math.min(1, one.hit_tokens / Math.max(1, one.prompt_tokens)));
+  return h("span", { class: "share" }, count(one.hit_tokens), svg("svg", { width: 48, height: 6, "aria-hidden": "true" },
+    svg("rect", { class: "track", width: 48, height: 6, rx: 3 }), wide ? svg("rect", { class: "fill t-hbm", width: wide, height: 6, rx: 3 }) : null));
 }
 
 function fate(one) {

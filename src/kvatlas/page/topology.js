@@ -5,9 +5,9 @@ import { bytes, count, short } from "./format.js";
 
 export const TIERS = ["hbm", "dram", "disk", "object", "peer"];
 const GATEWAY = 92;
-const [ENGINE, ROW, SMALL, PAD, HEAD, GAP] = [186, 46, 26, 12, 26, 14];
+const [ENGINE, ROW, SMALL, PAD, HEAD, GAP] = [176, 46, 26, 12, 26, 14];
 const FEW = 24; // more engines than that are drawn small
-const TIERS_WIDE = 212;
+const TIERS_WIDE = 196;
 const STORE = 118;
 const LABELS_MAX = 8;
 
@@ -39,10 +39,10 @@ function placed(state, width) {
   const row = small ? SMALL : ROW;
   const halves = state.engines.some((engine) => engine.role === "decode");
   const stored = state.agents.some((agent) => agent.store);
-  const left = GATEWAY + 66;
+  const left = GATEWAY + 60;
   const storeAt = width - STORE;
-  const bandWidth = Math.max(halves ? 2 * ENGINE + 110 + TIERS_WIDE : ENGINE + 60 + TIERS_WIDE, (stored ? storeAt - 60 : width) - left);
-  const columns = [left + PAD, halves ? left + PAD + ENGINE + Math.max(74, (bandWidth - 2 * ENGINE - TIERS_WIDE - 4 * PAD) / 2) : 0];
+  const bandWidth = Math.max(halves ? 2 * ENGINE + 96 + TIERS_WIDE : ENGINE + 60 + TIERS_WIDE, (stored ? storeAt - 60 : width) - left);
+  const columns = [left + PAD, halves ? left + PAD + ENGINE + Math.max(60, bandWidth - 2 * ENGINE - TIERS_WIDE - 2 * PAD - 56) : 0];
   const plan = { small, row, halves, left, bandWidth, engines: [], bands: [], stores: [], width: Math.max(width, left + bandWidth + (stored ? 60 + STORE : 0)) };
   plan.most = Math.max(1, ...state.engines.map((engine) => total(engine.held)));
   plan.mostBelow = Math.max(1, ...state.agents.flatMap((agent) => Object.entries(agent.held).map(([tier, n]) => (tier === "object" ? 0 : n))));
@@ -190,8 +190,14 @@ function pairs(state, plan) {
     return svg("g", { class: `pair ${pair.state}` }, svg("title", null, `${clean(pair.prefill)} → ${clean(pair.decode)}: ${pair.state}\n${clean(pair.why || words, 300)}`),
       svg("path", { class: "wide", d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}` }),
       svg("path", { "marker-end": "url(#end)", d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}` }),
-      named && words ? svg("text", { class: "way", x: x1 + (x2 - x1) * 0.3, y: y1 + (y2 - y1) * 0.216 - 5, "text-anchor": "middle" }, words) : null);
+      named && words && x2 - x1 > 140 ? way(words, [x1, y1, x2, y2], from.y === to.y ? 0.5 : 0.26) : null);
   });
+}
+
+/** Words beside a pair's line, `share` of the way along. */
+function way(words, [x1, y1, x2, y2], share) {
+  const rise = share * share * (3 - 2 * share); // of that curve
+  return svg("text", { class: "way", x: x1 + (x2 - x1) * share, y: y1 + (y2 - y1) * rise - 5, "text-anchor": "middle" }, words);
 }
 
 /** Over what a pair hands over, and how fast, as far as is known. */

@@ -34,10 +34,16 @@ VIEWERS_MAX = 16
 SEED_MAX = 2048  # entries of the log that are taken in when somebody begins to look
 _SLICE = 128  # of them in one go: requests pass in between
 
-_KINDS = {".html": b"text/html", ".css": b"text/css", ".js": b"text/javascript"}
+_KINDS = {
+    ".html": b"text/html",
+    ".css": b"text/css",
+    ".js": b"text/javascript",
+    ".svg": b"image/svg+xml",
+}
 #: Nothing but the page's own files, no markup from text, and in nobody's frame.
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    b"img-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     b"require-trusted-types-for 'script'; trusted-types 'none'"
 )
