@@ -13,10 +13,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvatlas import config_register, config_tenants
+from kvatlas import config_register, config_tenants, config_tracing
 from kvatlas.config_register import RegisterConfig
 from kvatlas.config_tenants import TenantsConfig
 from kvatlas.config_tls import AdminConfig, AuditConfig, TlsConfig, fault_of, is_local, right_of
+from kvatlas.config_tracing import TracingConfig
 from kvatlas.core.admission import Rules
 from kvatlas.core.ahead_copies import Params as AheadParams
 from kvatlas.core.router import BLIND, Policy
@@ -179,6 +180,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admin: AdminConfig = AdminConfig()
     audit: AuditConfig = AuditConfig()
     register: RegisterConfig = RegisterConfig()
+    tracing: TracingConfig = TracingConfig()
 
 
 _TABLES: dict[str, type[msgspec.Struct]] = {
@@ -198,6 +200,7 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
     "admin": AdminConfig,
     "audit": AuditConfig,
     "register": RegisterConfig,
+    "tracing": TracingConfig,
 }
 
 
@@ -274,6 +277,9 @@ def _check(path: Path, text: str, config: Config) -> None:
     if key:
         raise ConfigError(f"{path}:{line_of(text, key)}: {why}")
     key, why = config_register.fault_of(config.register, secret=bool(config.keys.secret_file))
+    if key:
+        raise ConfigError(f"{path}:{line_of(text, key)}: {why}")
+    key, why = config_tracing.fault_of(config.tracing, tls=config.tls.on)
     if key:
         raise ConfigError(f"{path}:{line_of(text, key)}: {why}")
     if config.picker.listen:

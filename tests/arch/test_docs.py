@@ -16,6 +16,7 @@ from house import DOCS, PACKAGE, ROOT, constant_arguments, modules, pages, parse
 
 from kvatlas import config, errors
 from kvatlas.cli.main import build_parser
+from kvatlas.config_tracing import TracingConfig
 from kvatlas.core.router import BLIND
 from kvatlas.service.admin import Safety
 from kvatlas.service.agent_metrics import AgentMetrics
@@ -24,6 +25,7 @@ from kvatlas.service.chat_messages import Reason
 from kvatlas.service.cluster_metrics import ClusterMetrics
 from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.rdma_ports import RdmaPorts
+from kvatlas.service.tracing_export import Exporter
 from kvatlas.service.trust_metrics import TrustMetrics
 
 
@@ -132,6 +134,7 @@ async def test_every_metric_is_documented() -> None:
     await assembly.start()
     metrics = GatewayMetrics()
     metrics.registry.register(ClusterMetrics(assembly))
+    metrics.registry.register(Exporter(TracingConfig()))
     empty: dict[str, object] = {}
     status: dict[str, object] = {"tiers": empty, "loaded_tokens": empty, "moved_bytes": empty}
     status |= {"counts": empty, "engines": empty, "errands": empty}

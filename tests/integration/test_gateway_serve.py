@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import signal
 import socket
@@ -22,10 +23,16 @@ from gateway_kit import (
     Seen,
     ask,
     chunk,
+    eventually,
     whole,
 )
+from otlp_kit import collecting
 
+from kvatlas.config_tracing import TracingConfig
 from kvatlas.connectors.child import free_ports
+from kvatlas.errors import ConfigError
+from kvatlas.service import tracing_export
+from kvatlas.service.spans import SERVER
 
 CHAT = "/v1/chat/completions"
 
@@ -40,10 +47,12 @@ def toml(*urls: str, port: int = 0, more: str = "") -> str:
     return f"{workers}[gateway]\nport = {port}\n{more}"
 
 
-async def kvatlas(tmp_path: Path, text: str, shell: str = "") -> asyncio.subprocess.Process:
+async def kvatlas(
+    tmp_path: Path, text: str, shell: str = "", more: tuple[str, ...] = ()
+) -> asyncio.subprocess.Process:
     path = tmp_path / "kvatlas.toml"
     path.write_text(text)
-    command = (sys.executable, "-m", "kvatlas", "serve", "--config", str(path))
+    command = (sys.executable, "-m", "kvatlas", "serve", "--config", str(path), *more)
     return await asyncio.create_subprocess_exec(
         *("sh", "-c", f'{shell}; exec "$@"', "sh", *command) if shell else command,
         stdout=asyncio.subprocess.PIPE,
@@ -226,3 +235,40 @@ async def test_the_pickers_address_in_use(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         said = await fails(tmp_path, toml("http://127.0.0.1:1", more=picker(port)))
         assert f"kvatlas: cannot listen on 127.0.0.1:{port}: stop what listens there" in said
+
+
+async def test_logs_are_lines_of_json_that_name_the_request_and_its_trace(tmp_path: Path) -> None:
+    async with streaming_engine() as (engine, release), collecting() as collector:
+        release.set()
+        text = toml(engine.url, more=f'[tracing]\notlp = "{collector.url}"\n')
+        process = await kvatlas(
+            tmp_path, text, more=("--log-format", "json", "--log-level", "info")
+        )
+        try:
+            assert process.stdout is not None
+            line = (await process.stdout.readline()).decode()
+            port = int(re.findall(r"http://127\.0\.0\.1:(\d+)", line)[0])
+            await readiness(port, 200)
+            ours = {"x-request-id": "mine", "traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+            answer = await ask(port, CHAT, {"model": "m", "messages": []}, headers=ours)
+            assert answer.status == 200
+            await eventually(lambda: any(span.kind == SERVER + 1 for span in collector.spans))
+            metrics = (await ask(port, "/metrics")).body.decode()
+            assert 'kvatlas_trace_spans_total{outcome="exported"}' in metrics
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(WAIT_S):
+                _, err = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+        lines = [json.loads(line) for line in err.decode().splitlines()]
+        (about,) = [line for line in lines if line.get("request_id") == "mine"]
+        assert about["trace_id"] == "ab" * 16
+        assert about["message"].startswith(f"POST {CHAT}: 200 in ")
+        assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing_export, "_NEEDS", "opentelemetry_is_away.exporter")
+    with pytest.raises(ConfigError, match=r"pip install 'kvatlas\[otel\]'"):
+        tracing_export.Exporter(TracingConfig(otlp="http://127.0.0.1:4318"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import math
 import os
 import resource
@@ -21,6 +20,7 @@ import uvloop
 
 from kvatlas.cli import agent_errands as errands
 from kvatlas.cli.output import print_json
+from kvatlas.cli.running import add_log_options
 from kvatlas.config import KeysConfig, line_of, read, read_secret, size_bytes
 from kvatlas.config_tls import AdminConfig, AuditConfig, TlsConfig, fault_of
 from kvatlas.core.agent_values import Config
@@ -32,6 +32,7 @@ from kvatlas.dataplane.tiers.opening import address_of
 from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import ConfigError
 from kvatlas.service import agent_wire as wire
+from kvatlas.service import logs
 from kvatlas.service.admin import Safety, safety_of
 from kvatlas.service.agent import NodeAgent, Settings
 from kvatlas.service.agent_peers import CHOICES
@@ -129,6 +130,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_whose(parser)
     _add_tiers(parser)
     _add_shared(parser)
+    add_log_options(parser)
     errands.add_options(parser)
     parser.set_defaults(run=run)
 
@@ -296,7 +298,7 @@ def run(args: argparse.Namespace) -> int:
     # A disk of terabytes is thousands of files, besides engines and peers.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    logs.configure(args.log_format, args.log_level)
     return uvloop.run(_serve(settings))
 
 

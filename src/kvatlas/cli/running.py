@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from kvatlas.service import logs
 from kvatlas.service.admin import TOKEN_HEADER
 from kvatlas.service.http_client import HttpClient
 
@@ -21,6 +22,14 @@ def add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="of the gateway (%(default)s)"
     )
+
+
+def add_log_options(parser: argparse.ArgumentParser) -> None:
+    """How and how much a service logs."""
+    formats = "lines on stderr: text, or a JSON object each (%(default)s)"
+    parser.add_argument("--log-format", choices=logs.FORMATS, default="text", help=formats)
+    levels = "info: a line about each request, too (%(default)s)"
+    parser.add_argument("--log-level", choices=logs.LEVELS, default="warning", help=levels)
 
 
 @asynccontextmanager

@@ -16,9 +16,11 @@ import uvloop
 
 from kvatlas import __version__
 from kvatlas.cli.files import allow_files
+from kvatlas.cli.running import add_log_options
 from kvatlas.config import AgentConfig, Config, WorkerConfig, load
 from kvatlas.config_tls import is_local
 from kvatlas.errors import ConfigError, RequestError
+from kvatlas.service import logs
 from kvatlas.service.admin import Safety, safety_of
 from kvatlas.service.assembly import Assembly
 from kvatlas.service.audit import Audit
@@ -28,6 +30,8 @@ from kvatlas.service.http_client import origin_of
 from kvatlas.service.metrics import GatewayMetrics
 from kvatlas.service.steer import Steer
 from kvatlas.service.tenants import Tenants
+from kvatlas.service.tracing import Traced
+from kvatlas.service.tracing_export import Exporter
 from kvatlas.service.trust_metrics import trust_problems
 
 if TYPE_CHECKING:
@@ -60,6 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, default=Path("kvatlas.toml"), metavar="FILE")
+    add_log_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -68,12 +73,13 @@ def run(args: argparse.Namespace) -> int:
     config = load(args.config)
     check_workers(config)
     allow_files(config.gateway.max_connections, " or lower [gateway] max_connections")
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    logs.configure(args.log_format, args.log_level)
     return uvloop.run(_serve(args.config, config))
 
 
 async def _serve(path: Path, config: Config) -> int:
     assembly = Assembly(config)
+    exporter = Exporter(config.tracing) if config.tracing.otlp else None
     closed = config.tls.on or config.tenants.on
     safety = safety_of(config.admin, config.audit, assembly.trust, "gateway", closed=closed)
     guard = safety.guard
@@ -87,11 +93,17 @@ async def _serve(path: Path, config: Config) -> int:
     metrics = GatewayMetrics()
     metrics.registry.register(ClusterMetrics(assembly))
     tenants = assembly.tenancy.tenants
-    picker = new_picker(config, assembly.steering, metrics, tenants)
+    steer: Steer = assembly.steering
+    if exporter is not None:
+        steer = Traced(steer, exporter, config.tracing)
+        metrics.registry.register(exporter)
+        assembly.steering.health_parts.append(exporter.problems)
+        await exporter.start()
+    picker = new_picker(config, steer, metrics, tenants)
     try:
         return await serve(
             config,
-            assembly.steering,
+            steer,
             metrics=metrics,
             pages=assembly.pages(),
             questions=assembly.questions(),
@@ -102,6 +114,8 @@ async def _serve(path: Path, config: Config) -> int:
     finally:
         reloading.cancel()
         await asyncio.gather(reloading, return_exceptions=True)
+        if exporter is not None:
+            await exporter.close()
         await assembly.close()
         if guard.audit is not None:
             guard.audit.close()

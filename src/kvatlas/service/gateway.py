@@ -29,7 +29,7 @@ from kvatlas.core.ladder import Fallback
 from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import RequestError
 from kvatlas.service import body as bodies
-from kvatlas.service import isolation
+from kvatlas.service import isolation, logs
 from kvatlas.service.admin import Guard
 from kvatlas.service.http import Headers, Limits, Request, envelope
 from kvatlas.service.http_client import HttpClient
@@ -169,6 +169,7 @@ class Gateway:
         started_s = time.perf_counter()
         endpoint = path if path in JSON_PATHS else "other"
         request_id = request_id_of(request)
+        logs.REQUEST_ID.set(request_id)
         status = CLIENT_CLOSED
         try:
             if self._trust is not None and self._trust.config.clients_ca and not request.proved:
@@ -193,7 +194,9 @@ class Gateway:
             status = 500
             raise
         finally:
-            self.metrics.answered(endpoint, status, time.perf_counter() - started_s)
+            took_s = time.perf_counter() - started_s
+            self.metrics.answered(endpoint, status, took_s)
+            log.info("%s %s: %d in %.3f s", request.method, endpoint, status, took_s)
 
     def _models(self, request: Request, path: str) -> object:
         if request.method not in ("GET", "HEAD"):
@@ -337,7 +340,7 @@ class Gateway:
         }
 
     async def _metrics_page(self, _: str) -> object:
-        return self.metrics.text()
+        return await self.metrics.page.text()
 
     async def _version(self, _: str) -> object:
         return {"version": kvatlas.__version__}

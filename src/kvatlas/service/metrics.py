@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from kvatlas.core.ladder import Fallback
 from kvatlas.core.records import Tier
 from kvatlas.service.body import Usage
+from kvatlas.service.exposition import Page
 
 #: Where the tokens of prompts came from: tiers, computed anew, or not told by the engine.
 SOURCES = (*(tier.name.lower() for tier in Tier), "computed", "unreported")
@@ -89,6 +90,7 @@ class GatewayMetrics(Collector):
         self._ttft_s = _Histogram("ttft_seconds", "request to first body byte", _SECONDS)
         self._e2e_s = _Histogram("request_seconds", "request to last byte", _SECONDS)
         self.registry.register(self)
+        self.page = Page(self.registry)
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry for each scrape."""
@@ -183,8 +185,8 @@ class GatewayMetrics(Collector):
                     self._add("tenant_prompt_tokens", tenant_class, source, by=tokens)
 
     def text(self) -> bytes:
-        """The Prometheus text form of the whole registry."""
-        return generate_latest(self.registry)
+        """The Prometheus text form of the whole registry, at once."""
+        return self.page.now()
 
 
 def by_source(

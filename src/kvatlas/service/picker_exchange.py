@@ -14,7 +14,7 @@ from typing import Any
 from kvatlas.config import GatewayConfig
 from kvatlas.core.ladder import Fallback
 from kvatlas.errors import RequestError
-from kvatlas.service import isolation
+from kvatlas.service import isolation, logs
 from kvatlas.service import picker_wire as wire
 from kvatlas.service.answer import AnswerReader
 from kvatlas.service.body import Usage
@@ -174,6 +174,7 @@ class Exchange:
         self._among = wire.subset_of(message)
         request = wire.request_of(self._headers, b"")
         self._id = request_id_of(request)
+        logs.REQUEST_ID.set(self._id)
         self._endpoint = request.path if request.path in JSON_PATHS else "other"
         if message.request_headers.end_of_stream:
             self._bodiless = True

@@ -1,0 +1,184 @@
+"""Spans on their way out: kept for a moment, then given to a process that sends them on.
+
+Encoding spans costs ten times what it takes to note them, and a collector may be slow, broken or
+away. Both are another process's matter (`service.tracing_child`): what it does not take in time is
+dropped here, and counted. No request waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import kvatlas
+from kvatlas.config_tracing import TracingConfig
+from kvatlas.errors import ConfigError
+from kvatlas.service.spans import HEAD, Batch, Exporting, Report, Span
+
+if TYPE_CHECKING:
+    from kvatlas.service.steering import Problems
+
+log = logging.getLogger(__name__)
+
+SPANS_MAX = 32_768  # that wait here
+BATCH_SPANS = 512
+EXPORT_TIMEOUT_S = 5.0
+_FLUSH_S = 0.5
+_RETRY_S = 5.0  # between two processes
+_END_S = 2.0  # what waits at the end may take so long
+_OUTCOMES = ("exported", "failed", "dropped")
+_NEEDS = "opentelemetry.exporter.otlp.proto.http"
+
+
+class Exporter(Collector):
+    """`start` it on a running loop, `close` it. ``error`` says why spans are lost, if they are."""
+
+    def __init__(
+        self,
+        config: TracingConfig,
+        *,
+        flush_s: float = _FLUSH_S,
+        timeout_s: float = EXPORT_TIMEOUT_S,
+    ) -> None:
+        """Raises ConfigError where what it needs is not installed."""
+        try:
+            found = importlib.util.find_spec(_NEEDS)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise ConfigError(f"tracing.otlp needs {_NEEDS}: pip install 'kvatlas[otel]'")
+        url = f"{config.otlp.rstrip('/')}/v1/traces"
+        self._settings = Exporting(url, config.service_name, kvatlas.__version__, timeout_s)
+        self._flush_s = flush_s
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._waiting: list[Span] = []
+        self._under_way = 0  # spans that the process has, and of which it has said nothing yet
+        self._process: asyncio.subprocess.Process | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self.counts: Counter[str] = Counter()
+        self.error = ""
+
+    # -- spans ------------------------------------------------------------------------------------
+
+    def take(self, spans: Sequence[Span]) -> None:
+        """They go out soon, or are dropped and counted. Never blocks."""
+        if len(self._waiting) + len(spans) > SPANS_MAX:
+            self.drop(len(spans))
+        else:
+            self._waiting += spans
+
+    def drop(self, spans: int) -> None:
+        """So many are not kept."""
+        self.counts["dropped"] += spans
+        self.error = self.error or f"{self._settings.url} is slower than spans come: some are lost"
+
+    # -- for people -------------------------------------------------------------------------------
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry for each scrape."""
+        family = CounterMetricFamily(
+            "kvatlas_trace_spans", "by what became of them", labels=["outcome"]
+        )
+        for outcome in _OUTCOMES:
+            family.add_metric([outcome], self.counts[outcome])
+        yield family
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is asked when it is registered."""
+        return ()
+
+    def problems(self) -> Problems:
+        """For /health."""
+        problems: Problems = {"tracing": {"collector": self.error} if self.error else {}}
+        return problems
+
+    # -- the process ------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._keeper = asyncio.create_task(self._keep(), name="spans to their exporter")
+
+    async def close(self) -> None:
+        """What waits goes out, if that is quick; the process ends."""
+        if self._keeper is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                while (self._waiting or self._under_way) and self._process is not None:
+                    self._write()
+                    await asyncio.sleep(self._flush_s / 10)
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
+        self.counts["dropped"] += len(self._waiting)
+        self._waiting = []
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await self._run()
+            except OSError as error:
+                self._failed(f"no process for spans: {error}")
+            await asyncio.sleep(_RETRY_S)
+
+    async def _run(self) -> None:
+        """One process from its start to its end."""
+        process = self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "kvatlas.service.tracing_child", msgspec.json.encode(self._settings).decode()),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
+        )
+        flushing = asyncio.create_task(self._flush())
+        try:
+            assert process.stdout is not None
+            async for line in process.stdout:
+                self._reported(msgspec.json.decode(line, type=Report))
+            self._failed(f"the process for spans ended with {await process.wait()}")
+        finally:
+            self._process = None
+            flushing.cancel()
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await asyncio.gather(flushing, process.wait(), return_exceptions=True)
+            self.counts["failed"] += self._under_way
+            self._under_way = 0
+
+    async def _flush(self) -> None:
+        while True:
+            await asyncio.sleep(self._flush_s)
+            self._write()
+
+    def _write(self) -> None:
+        """As much as the process takes: while it is behind, spans wait."""
+        process = self._process
+        pipe = process.stdin if process is not None else None
+        offset_s = time.time() - time.perf_counter()
+        while self._waiting and pipe is not None and not pipe.transport.get_write_buffer_size():
+            batch, self._waiting = self._waiting[:BATCH_SPANS], self._waiting[BATCH_SPANS:]
+            frame = self._encode(Batch(offset_s, batch))
+            pipe.write(HEAD.pack(len(frame)) + frame)
+            self._under_way += len(batch)
+
+    def _reported(self, report: Report) -> None:
+        self._under_way -= report.spans
+        self.counts["failed" if report.error else "exported"] += report.spans
+        if report.error:
+            self._failed(report.error)
+        else:
+            self.error = ""
+
+    def _failed(self, error: str) -> None:
+        if not self.error:
+            log.warning("spans are lost: %s", error)
+        self.error = error
