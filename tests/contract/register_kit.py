@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from kvatlas.config_register import RegisterConfig
 from kvatlas.core.register import Register
 from kvatlas.core.register_values import Answer, Join, Joined, Member, Question
-from kvatlas.service.register import ValkeyRegister, open_register
+from kvatlas.errors import RegisterError
+from kvatlas.service.register import RegisterPort, ValkeyRegister, open_register
 
 DEADLINE_S = 5.0
 
@@ -44,3 +46,15 @@ class Both:
             self.twin.created = said.created  # chosen by chance
         assert self.twin.ask(question, now_ms) == said, question
         return said
+
+
+async def persistent(real: RegisterPort, question: Question, within_s: float = 20.0) -> Answer:
+    """Asked until it is answered, as a member does."""
+    until = time.monotonic() + within_s
+    while True:
+        try:
+            return await real.ask(question, 1.0)
+        except RegisterError:
+            if time.monotonic() > until:
+                raise
+            await asyncio.sleep(0.02)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import time
 from collections.abc import AsyncIterator, Iterator
+from itertools import count
+from pathlib import Path
 
 import pytest
-from register_kit import Both, join, member, opened
+from register_cluster import Cluster
+from register_kit import DEADLINE_S, Both, join, member, opened, persistent
 from stores_kit import Server, nothing_left, start_valkey
 
 from kvatlas.core import register_values as words
 from kvatlas.core.forgetting import Floor
 from kvatlas.core.register_values import No, Record, Refused
+from kvatlas.errors import RegisterError
 
+NAMES = count()
 TENANT = "a" * 24
 OTHER = "b" * 24
 
@@ -24,11 +31,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made.kill()
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["single", "cluster", "embedded"])
+def url(request: pytest.FixtureRequest) -> str:
+    if request.param == "embedded":
+        return "embedded"
+    if request.param == "cluster":
+        return str(request.getfixturevalue("cluster").url)
+    return f"valkey://127.0.0.1:{request.getfixturevalue('server').port}"
+
+
 @pytest.fixture
-async def both(server: Server, request: pytest.FixtureRequest) -> AsyncIterator[Both]:
-    """Each test has a cluster of its own."""
+async def both(url: str, tmp_path: Path) -> AsyncIterator[Both]:
+    """Each test has a name of its own, so another slot."""
     with nothing_left():
-        real = opened(f"valkey://127.0.0.1:{server.port}", f"t{abs(hash(request.node.name))}")
+        real = opened(url, f"t{next(NAMES)}", folder=str(tmp_path / "register"))
         yield Both(real)
         await real.close()
 
@@ -184,3 +207,91 @@ async def test_what_is_too_much_is_refused(both: Both) -> None:
     large = await both.ask(words.Commit("st", 1, (Record(b"k", "o", 1, b"x" * 1025),)))
     assert isinstance(large, words.Committed)
     assert large.refused == (No.FULL,)
+
+
+# -- a cluster that fails over --------------------------------------------------------------------
+
+BACK_S = 8.0  # nodes here are given up after a second; measured: see docs/decisions/017-register.md
+
+
+async def test_after_a_primary_was_killed_its_replica_answers(cluster: Cluster) -> None:
+    cluster.whole()
+    with nothing_left():
+        both = Both(opened(cluster.url, "killed"))
+        await both.ask(join(member()))
+        await both.ask(words.Raise((Floor(TENANT, 3),)))
+        await both.ask(words.Commit("st", 1, records(20, f"{TENANT}.7")))
+        primary = cluster.primary("killed")
+        cluster.copied(primary)
+        cluster.servers[primary].kill()
+        began = time.monotonic()
+        told = await persistent(both.real, words.AskFloors())
+        assert time.monotonic() - began < BACK_S
+        assert isinstance(told, words.ToldFloors)
+        assert told.floors == (Floor(TENANT, 3),)
+        await both.ask(words.AskUsage("st"))  # as the twin has it
+        await both.ask(join(member("b")))
+        assert cluster.primary("killed") != primary
+        cluster.start(primary)
+        cluster.whole()
+        await both.ask(words.AskFloors())
+        await both.real.close()
+
+
+async def test_a_primary_that_stands_still_is_left(cluster: Cluster) -> None:
+    cluster.whole()
+    with nothing_left():
+        both = Both(opened(cluster.url, "frozen"))
+        await both.ask(words.Raise((Floor(TENANT, 3),)))
+        primary = cluster.primary("frozen")
+        cluster.copied(primary)
+        process = cluster.servers[primary].process
+        process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(RegisterError) as caught:
+            await both.real.ask(words.AskFloors(), 0.2)
+        assert caught.value.reason == "late"
+        await persistent(both.real, words.AskFloors())
+        assert time.monotonic() - began < BACK_S
+        await both.ask(words.Raise((Floor(OTHER, 4),)))
+        process.send_signal(signal.SIGCONT)
+        cluster.whole()
+        await both.ask(words.AskFloors())
+        await both.real.close()
+
+
+async def test_a_planned_handover_is_followed(cluster: Cluster) -> None:
+    cluster.whole()
+    with nothing_left():
+        both = Both(opened(cluster.url, "planned"))
+        await both.ask(words.Raise((Floor(TENANT, 3),)))
+        primary = cluster.primary("planned")
+        cluster.ask(cluster.replica(primary), "CLUSTER FAILOVER")
+        for before in range(4, 400):
+            await both.ask(words.Raise((Floor(TENANT, before),)))
+            if cluster.primary("planned") != primary:
+                break
+        assert cluster.primary("planned") != primary
+        await both.ask(words.AskFloors())
+        await both.real.close()
+
+
+async def test_names_say_which_kind_of_server_is_meant(cluster: Cluster, server: Server) -> None:
+    single = opened(f"valkey://127.0.0.1:{cluster.ports[0]}")
+    with pytest.raises(RegisterError, match="write valkey-cluster://") as caught:
+        await single.ask(words.AskFloors(), DEADLINE_S)
+    assert caught.value.reason == "unfit"
+    await single.close()
+    many = opened(f"valkey-cluster://127.0.0.1:{server.port}")
+    with pytest.raises(RegisterError, match="write valkey:// for a single") as caught:
+        await many.ask(words.AskFloors(), DEADLINE_S)
+    assert caught.value.reason == "unfit"
+    await many.close()
+
+
+async def test_a_cluster_of_which_nobody_is_there(unused_tcp_port: int) -> None:
+    register = opened(f"valkey-cluster://127.0.0.1:{unused_tcp_port}")
+    with nothing_left(), pytest.raises(RegisterError) as caught:
+        await register.ask(words.AskFloors(), DEADLINE_S)
+    assert caught.value.reason == "gone"
+    await register.close()

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from valkey.asyncio import BlockingConnectionPool, Connection, SSLConnection, Valkey
+from valkey.asyncio.cluster import ClusterParser
 from valkey.asyncio.connection import AbstractConnection, UnixDomainSocketConnection
 from valkey.crc import key_slot
 from valkey.exceptions import ValkeyError
@@ -119,6 +120,7 @@ class Servers:
             max_connections=CONNECTIONS_MAX,
             timeout=None,  # whoever waits has a deadline of his own, for all of it
             connection_class=kind,
+            parser_class=ClusterParser,  # which knows MOVED from other errors
             socket_timeout=None,
             username=place.username or None,
             password=place.password or None,
@@ -136,17 +138,12 @@ class Servers:
             told = await asyncio.gather(*asked, return_exceptions=True)
         votes = Counter(one for one in told if isinstance(one, tuple))
         if not votes:
-            faults = [one for one in told if isinstance(one, ValkeyError | OSError)]
-            said = str(faults[0]) if faults else f"no answer within {LOOK_S:g} s"
-            if "cluster support disabled" in said:
-                raise RegisterError(
-                    f"{self.place}: no cluster: write valkey:// for a single server", "unfit"
-                )
-            raise RegisterError(
-                f"{self.place}: none of {len(asked)} servers says who has slot {self._slot}: "
-                f"{said}",
-                "moving" if not faults else "gone",
-            )
+            faults = [one for one in told if isinstance(one, Exception)]
+            if not faults:
+                raise RegisterError(f"no server has slot {self._slot}, or says so", "moving")
+            if "cluster support disabled" in str(faults[0]):
+                raise RegisterError("no cluster: write valkey:// for a single server", "unfit")
+            raise faults[0]
         return votes.most_common(1)[0][0]
 
     async def _told(self, address: Address) -> Address | None:
@@ -157,13 +154,14 @@ class Servers:
         finally:
             await _close(client)
         found = None
-        for (first, last), shard in slots.items():
-            for host, port, *_ in (shard["primary"], *shard["replicas"]):
+        for first, last, *servers in slots:
+            # The primary first; one without a host is where it was asked.
+            named = [((host or b"").decode() or address[0], port) for host, port, *_ in servers]
+            for one in named:
                 if len(self._known) < HOSTS_MAX:
-                    self._known[str(host) or address[0], int(port)] = None
-            if int(first) <= self._slot <= int(last):
-                host, port, *_ = shard["primary"]
-                found = (str(host) or address[0], int(port))
+                    self._known[one] = None
+            if first <= self._slot <= last:
+                found = named[0]
         return found
 
 
