@@ -163,7 +163,7 @@ class Membership:
         self._edited: str | None = None
         self._stale = False  # what was edited does not follow on what counts
         self._known = {"members": 0, "floors": 0}
-        self._grace_s = -math.inf  # until then nobody is missed
+        self._grace_s = -math.inf  # until then nobody is missed: all were silent alike
         self._asked: set[object] = set()  # what is under way
         self._beat_s = -math.inf
 
@@ -222,7 +222,8 @@ class Membership:
                 return []
             case Unanswered():
                 self._asked.discard(_topic(event.question))
-                self.problem = f"the register does not answer: {event.why}"
+                if self.standing is not Standing.REFUSED:  # then it was told a better reason
+                    self.problem = f"the register does not answer: {event.why}"
                 if self.standing is Standing.MEMBER and isinstance(event.question, words.Join):
                     self.standing = Standing.SILENT
                 return []
@@ -246,6 +247,7 @@ class Membership:
                 return self._ask("tenants", words.AskTenants(self._tenants.revision))
             case words.Raise() as asked, words.Done():
                 said = set(asked.floors)
+                self._known["floors"] = -1  # to be seen there: a server that fails may lose them
                 self._unsaid = [floor for floor in self._unsaid if floor not in said]
                 return self._say()
             case _, Refused():
@@ -260,6 +262,8 @@ class Membership:
         effects: list[Effect] = []
         if self.created and told.created != self.created:
             effects += self._begin_again(now)
+        elif -math.inf < self.heard_s < now - self.params.ttl_s / 2:
+            self._grace_s = now + self.params.ttl_s  # others could not be heard either
         self.created = told.created
         self.standing, self.problem = Standing.MEMBER, ""
         self.heard_s = max(self.heard_s, asked_s)
@@ -271,7 +275,7 @@ class Membership:
             ask = words.Acquire(what, me.name, me.life, self.params.ttl_ms, lease.highest)
             effects += self._ask(what, ask)
         if told.floors_rev != self._known["floors"]:
-            effects += self._ask("floors", words.AskFloors(self._known["floors"]))
+            effects += self._ask("floors", words.AskFloors(max(0, self._known["floors"])))
         return effects + self._agree(told.tenants_rev) + self._say()
 
     def _agree(self, revision: int) -> list[Effect]:
@@ -331,11 +335,12 @@ class Membership:
 
     def _told_floors(self, told: words.ToldFloors) -> list[Effect]:
         self._known["floors"] = told.revision
-        if told.floors is None:
+        floors = told.floors if told.revision else ()
+        if floors is None:
             return []
-        there = Floors(told.floors)  # what it lacks was lost with a server that failed
+        there = Floors(floors)  # what it lacks was lost with a server that failed
         self._unsaid = [floor for floor in self._floors.all() if not there.has(floor)]
-        new = tuple(floor for floor in told.floors if self._floors.put(floor))
+        new = tuple(floor for floor in floors if self._floors.put(floor))
         return ([Learnt(new)] if new else []) + self._say()
 
     def _told_tenants(self, revision: int, text: str) -> list[Effect]:
