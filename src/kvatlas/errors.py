@@ -8,7 +8,8 @@ KvatlasError
 ├── LayoutError       a model whose KV state we cannot describe; refused, never guessed
 ├── LedgerError       a caller misuses a tier's books; nothing was changed
 ├── StoreError        stored or shared bytes are not what they should be, or their place is misused
-└── RegisterError     the register did not answer in time, or wrongly; whether it acted is not known
+├── RegisterError     the register did not answer in time, or wrongly; whether it acted is not known
+└── SnapshotError     what a peer told of its directory cannot be used; nothing was changed
 """
 
 
@@ -72,3 +73,8 @@ class RegisterError(KvatlasError):
         unfit, wrong."""
         super().__init__(message)
         self.reason = reason
+
+
+class SnapshotError(KvatlasError):
+    """What a peer tells of its directory cannot be taken up. Nothing was changed: this directory
+    learns from the engines alone."""

@@ -276,18 +276,18 @@ class EngineCost:
     def __init__(self, pool: PoolCost) -> None:
         self.pool = pool
         self.grid_tokens = pool.grid_tokens
-        self._own: Parts | None = None
-        self._usual = _USUAL[1]  # relative error, were it taken for one like all
-        self._apart = 0.0  # from 0, like all, to 1, known by its own measurements
+        self.own: Parts | None = None
+        self.usual = _USUAL[1]  # relative error, were it taken for one like all
+        self.apart = 0.0  # from 0, like all, to 1, known by its own measurements
 
     def recompute_s(self, start: int, end: int, beside: int = 0) -> float:
         """Seconds to prefill tokens start…end-1, attention included, behind a step in which
         ``beside`` requests decode."""
         work = self.pool.work(start, end, beside)
         usual_s = self.pool.prefill.at(work)
-        if self._own is None:
+        if self.own is None:
             return usual_s
-        return usual_s + self._apart * (self._own.at(work) - usual_s)
+        return usual_s + self.apart * (self.own.at(work) - usual_s)
 
     def load_s(self, tier_tokens: tuple[int, ...]) -> float:
         """Seconds to load what a resume takes from below hbm; ``tier_tokens`` as in `Resume`."""
@@ -307,15 +307,15 @@ class EngineCost:
     def _compare(self, work: Work, seconds: float) -> None:
         """Equal engines differ by chance, and that is no reason to prefer one: an engine is apart
         as far as its own estimates prove better than those of all."""
-        own = self._own
+        own = self.own
         if own is None:
-            own = self._own = self.pool.prefill.copy()
-            self._usual = own.usual
+            own = self.own = self.pool.prefill.copy()
+            self.usual = own.usual
         if math.isfinite(seconds) and seconds > 0:
             error = abs(math.log(seconds / self.pool.prefill.at(work)))
-            self._usual = max(_USUAL[0], self._usual + _SIGNAL * (min(1.0, error) - self._usual))
+            self.usual = max(_USUAL[0], self.usual + _SIGNAL * (min(1.0, error) - self.usual))
         own.observe(work, seconds)
-        self._apart = max(0.0, 1 - _DOUBT * (own.usual / self._usual) ** 2)
+        self.apart = max(0.0, 1 - _DOUBT * (own.usual / self.usual) ** 2)
 
     def observe_load(self, tier: Tier, tokens: int, seconds: float) -> None:
         """One request whose resume came from ``tier`` and took ``seconds`` beyond its prefill."""

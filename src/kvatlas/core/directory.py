@@ -155,6 +155,10 @@ class Directory:
         return {group: tiers for group, tiers in found.items() if tiers}
 
     def _new_life(self, publisher: Publisher, pool: Pool) -> None:
+        slot = self._slots[publisher] = self._slot(publisher, pool)
+        pool.alive |= slot.bit
+
+    def _slot(self, publisher: Publisher, pool: Pool) -> _Slot:
         if self._free_bits:
             bit = self._free_bits.pop()
         else:
@@ -162,9 +166,8 @@ class Directory:
             self._named.append(publisher)
         slot = _Slot(publisher, bit, pool)
         slot.claims = Claims(self, slot, self._keyring, pool)
-        self._slots[publisher] = slot
         self._named[bit.bit_length() - 1] = publisher
-        pool.alive |= bit
+        return slot
 
     def _retire(self, slot: _Slot) -> None:
         """Take a life out of every answer at once; its bits are swept up little by little."""
@@ -194,6 +197,36 @@ class Directory:
             self._retired.popleft()
             self._free_bits.append(bit)
         return len(self._retired)
+
+    # -- lives that a peer tells of (core.snapshot) -----------------------------------------------
+
+    def life(self, publisher: Publisher) -> _Slot | None:
+        """The life of a registered publisher that counts now."""
+        return self._slots.get(publisher)
+
+    def stage(self, publisher: Publisher, pool: Pool) -> _Slot:
+        """A further life, which is in no answer: to be filled, then adopted or discarded."""
+        return self._slot(publisher, pool)
+
+    def adopt(self, staged: _Slot) -> bool:
+        """It takes the place of the one that counts, and is in doubt until `believe` says
+        otherwise. False where its publisher has left meanwhile, or is another: then it goes."""
+        old = self._slots.get(staged.publisher)
+        if old is None or old.pool is not staged.pool:
+            self.discard(staged)
+            return False
+        self._retire(old)
+        self._slots[staged.publisher] = staged
+        staged.doubted = True
+        return True
+
+    def discard(self, staged: _Slot) -> None:
+        """It will not be adopted."""
+        self._retire(staged)
+
+    def books(self, pool: Pool) -> list[list[KeyTable]]:
+        """By lane and tier, to read."""
+        return self._books[: len(pool.lanes)]
 
     # -- events -------------------------------------------------------------------------------
 

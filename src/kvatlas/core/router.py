@@ -180,6 +180,10 @@ class Router:
         engine = self._engines.get(publisher)
         return engine.cost if engine is not None else None
 
+    def pool(self, fingerprint: bytes) -> PoolCost | None:
+        """The same over all engines of a fingerprint."""
+        return self._pools.get(fingerprint)
+
     def foreseen(self, plan: Plan) -> Price | None:
         """What may be relied on of a plan's price: nothing before engines like that were measured,
         for a prior may be wrong by any factor."""

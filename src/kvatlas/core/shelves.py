@@ -42,9 +42,10 @@ class House:
         self.believed = True
 
     def shelves(self) -> list[Shelf]:
-        """Those that its engines can be loaded from now."""
-        own = list(self.own.values()) if self.believed else []
-        return [shelf for shelf in (*own, self.store) if shelf is not None and len(shelf)]
+        """Those that its engines can be loaded from now. What is known of the store comes from
+        agents, too: one that has not caught up has not heard what left it."""
+        every = (*self.own.values(), self.store) if self.believed else ()
+        return [shelf for shelf in every if shelf is not None and len(shelf)]
 
 
 class Below(msgspec.Struct, frozen=True):
@@ -112,6 +113,33 @@ class Shelves:
             held.update(keys if len(keys) <= room else keys[: max(room, 0)])
             applied.stored += len(held) - before
             applied.refused += max(len(keys) - max(room, 0), 0)
+
+    # -- what a peer tells of (core.snapshot) -----------------------------------------------------
+
+    def agents(self) -> list[Publisher]:
+        """Those that are settled here, sorted."""
+        return sorted(self._houses)
+
+    def own(self, agent: Publisher) -> dict[Tier, Shelf]:
+        """The shelves of one agent, to read."""
+        return self._houses[agent].own
+
+    def stores(self) -> dict[str, tuple[Shelf, list[Publisher]]]:
+        """Each store, to read, and the agents that use it, sorted."""
+        return {
+            name: (shelf, [a for a in self.agents() if self._houses[a].store is shelf])
+            for name, shelf in self._stores.items()
+        }
+
+    def adopt(self, agent: Publisher, own: dict[Tier, Shelf]) -> None:
+        """These are its shelves; in doubt until `believe` says otherwise."""
+        house = self._houses[agent]
+        house.own, house.believed = own, False
+
+    def stock(self, name: str, shelf: Shelf) -> None:
+        """A store holds this, too."""
+        for held, more in zip(self._stores[name].keys, shelf.keys, strict=True):
+            held.update(more)
 
     # -- questions ------------------------------------------------------------------------------
 
