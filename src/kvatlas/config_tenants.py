@@ -65,10 +65,12 @@ class TenantsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Quotas(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Bytes by tier of a node; None: no limit of its own."""
+    """Bytes by tier of a node, and in each store that nodes share (by what a register knows of it);
+    None: no limit of its own."""
 
     dram: Bytes | None = None
     disk: Bytes | None = None
+    object: Bytes | None = None
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,7 +79,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``jwt``: what the tenant claim of its tokens says ("": its name). ``epoch`` and ``rotation_s``:
     what it cached before `epoch` was raised, or in an earlier period, is not found any more.
     ``share``: what is not public is shared within the tenant, or within a session alone.
-    ``quota_bytes``: what it may hold in each node's own tiers. ``ttl_s``: how long what it saved is
+    ``quota_bytes``: what it may hold on each node and in shared stores. ``ttl_s``: how long what it saved is
     kept there (0: without end); ``retention``: what a full tier lets go first. ``tenant_class``: as
     what metrics count it, of at most `CLASSES_MAX`.
     """

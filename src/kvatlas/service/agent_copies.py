@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from kvatlas.core import agent_values as words
 from kvatlas.core.records import Tier
+from kvatlas.core.register_values import Record
 from kvatlas.core.units import Part, name_of
 from kvatlas.dataplane import records
 from kvatlas.dataplane.tiers.base import Entry, Finish, Piece, Report
@@ -18,6 +19,7 @@ from kvatlas.dataplane.tiers.disk import DiskStore
 from kvatlas.dataplane.tiers.dram import DramStore
 from kvatlas.dataplane.tiers.dram import Unit as Kept
 from kvatlas.service.agent_loads import End, Here, Loads
+from kvatlas.service.agent_records import Records
 from kvatlas.service.agent_shared import Ways
 
 T = TypeVar("T")
@@ -245,24 +247,57 @@ class Copies:
 
     def seal(self, seal: words.Seal) -> None:
         """Write resume records, last of all, so that they survive whatever comes."""
-        pieces: list[Piece] = []
+        found: list[tuple[bytes, Entry, Entry]] = []
         failed: list[bytes] = []
         for key in seal.keys:
             body, point = (self._entry(seal.tier, name_of(key, part)) for part in Part)
             if body is None or point is None:
                 failed.append(name_of(key, Part.POINT))
-                continue
-            record = _record(key, body, point)
-            name = records.record_name(key)
-            pieces.append(
-                Piece(name, record, 0, point.index, point.tenant, point.fingerprint, lasting=True)
-            )
+            else:
+                found.append((key, body, point))
+        if seal.tier is Tier.OBJECT and self.ways.records is not None and found:
+            self._register(seal, found, failed, self.ways.records)
+            return
 
         def done(report: Report) -> None:
             bad = [name_of(n[:-1], Part.POINT) for n in (*report.failed, *report.damaged)]
             self._post(self._done, seal.op, (*failed, *bad), (), report.error)
 
+        pieces = [
+            Piece(
+                records.record_name(key),
+                memoryview(bytearray(_record(key, body, p).ljust(records.RECORD_BYTES, b"\0"))),
+                0,
+                p.index,
+                p.tenant,
+                p.fingerprint,
+                lasting=True,
+            )
+            for key, body, p in found
+        ]
         self.write(seal.tier, pieces, done)
+
+    def _register(
+        self,
+        seal: words.Seal,
+        found: Sequence[tuple[bytes, Entry, Entry]],
+        failed: Sequence[bytes],
+        register: Records,
+    ) -> None:
+        """The same, in the cluster's register."""
+
+        def done(bad: set[bytes]) -> None:
+            points = [name_of(key, Part.POINT) for key in bad]
+            why = "the register does not take it" if bad else ""
+            self._done(seal.op, (*failed, *points), (), why)
+
+        register.commit(
+            [
+                Record(key, p.tenant, body.size_bytes + p.size_bytes, _record(key, body, p))
+                for key, body, p in found
+            ],
+            done,
+        )
 
     def made_by(self, name: bytes) -> bytes | None:
         """The fingerprint of whoever made a unit that lies on this node; None: none does."""
@@ -296,7 +331,7 @@ def _refuse(pieces: Sequence[Piece], done: Finish, why: str) -> None:
     done(Report(tuple(piece.name for piece in pieces), error=why))
 
 
-def _record(key: bytes, body: Entry, point: Entry) -> memoryview:
+def _record(key: bytes, body: Entry, point: Entry) -> bytes:
     record = records.ResumeRecord(
         key,
         point.index,
@@ -307,4 +342,4 @@ def _record(key: bytes, body: Entry, point: Entry) -> memoryview:
         tenant=point.tenant,
         fingerprint=point.fingerprint,
     )
-    return memoryview(bytearray(records.pack(record).ljust(records.RECORD_BYTES, b"\0")))
+    return records.pack(record)

@@ -59,6 +59,7 @@ class Errands:
         """``members``: attached engines by name; ``tiers``: those that this node can write to;
         ``given``: the bytes of its own, each, as at the start: a disk books less, for whole
         pages."""
+        self.draining = asyncio.Event()
         self.drained = asyncio.Event()
         self.counts: Counter[str] = Counter()
         self._core = core
@@ -295,6 +296,7 @@ class Errands:
     def _drain(self) -> dict[str, object]:
         if self._draining is None:
             self._driver.tell(words.Drain())
+            self.draining.set()
             self._draining = self._loop.create_task(self._wait_drained(), name="drain")
         return {"draining": True, "busy": self._core.busy}
 

@@ -73,6 +73,7 @@ class Front:
         self._held = held
         self._engines = engines
         self._problems = problems
+        self.joined: Callable[[], dict[str, str]] = dict  # what is wrong with it as a member
         self._ports = ports
         self._registry = CollectorRegistry()
         self._registry.register(AgentMetrics(status, ports))
@@ -178,7 +179,9 @@ class Front:
     def _health(self, request: Request, reply: Reply) -> None:
         """200 while it answers; the flags say what is degraded, to who may read them."""
         found = trust_problems(self._guard, self._trust)
-        problems = self._problems() | {n: "; ".join(w.values()) for n, w in found.items() if w}
+        problems = (self._problems() | self.joined()) | {
+            n: "; ".join(w.values()) for n, w in found.items() if w
+        }
         body: dict[str, object] = {"status": "degraded" if problems else "ok"}
         if self._guard.may(request, "read"):
             body |= {"flags": sorted(problems), "details": problems}

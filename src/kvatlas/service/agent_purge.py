@@ -26,9 +26,10 @@ from kvatlas.core.units import Part, name_of
 from kvatlas.dataplane import records
 from kvatlas.dataplane.keystore import FileKeys
 from kvatlas.dataplane.tiers.base import Entry, Report, Shared, Store
-from kvatlas.errors import StoreError
+from kvatlas.errors import RegisterError, StoreError
 from kvatlas.service.agent_driver import Driver
 from kvatlas.service.agent_orders import ordered
+from kvatlas.service.agent_records import Records
 from kvatlas.service.http import Request, envelope
 from kvatlas.service.http_reply import JSON, Reply
 
@@ -161,6 +162,8 @@ class Purges:
         )
         if order.store and (shared := driver.ways.store(Tier.OBJECT)) is not None:
             gone.append(await self._from_store(shared, meant, stored))
+            if driver.ways.records is not None:
+                gone.append(await self._from_register(driver.ways.records, order))
         gone += [await asyncio.to_thread(self._erase, tag) for tag in order.erase]
         told = self._teller.rewrite()
         gone.append(Gone("announced", "rewritten", told, note="keys; asked for again no more"))
@@ -206,6 +209,14 @@ class Purges:
             return Gone("object", "failed", note=f"{type(error).__name__}: {error}")
         self._lost(entry.name for entry in listed)
         return Gone("object", "deleted", *_sums(listed), *_sums(left))
+
+    async def _from_register(self, register: Records, order: Order) -> Gone:
+        """What says that positions of it are whole."""
+        try:
+            left = await register.forget(order.floors, order.keys)
+        except RegisterError as error:
+            return Gone("register", "failed", note=str(error))
+        return Gone("register", "deleted", left=left, note="resume records of the store")
 
     async def _by_name(self, store: Shared, names: Sequence[bytes]) -> Gone:
         """Where labels cannot be listed: what this node knows to have put there."""

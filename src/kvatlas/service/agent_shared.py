@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -32,6 +32,7 @@ from kvatlas.dataplane.tls import Trust
 from kvatlas.errors import ConfigError, StoreError
 from kvatlas.service import agent_peers
 from kvatlas.service.agent_peers import Choice
+from kvatlas.service.agent_records import Records
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ class Ways:
     ) -> None:
         """``tell`` is told what the machine has to know; ``post`` calls in the loop's thread."""
         self.counts: Counter[str] = Counter()
+        self.records: Records | None = None  # of the store, where they lie in a register
         self._served: peer.PeerServer | None = None
         self._ways = {place: Way(*place, store) for place, store in stores.items()}
         self._tell = tell
@@ -220,6 +222,12 @@ class Ways:
         self._post(self._lost, place)
 
     def _lost(self, place: Place) -> None:
+        if self.records is not None and place[0] is Tier.OBJECT:
+            self.records.expire()
+        self.void(place)
+
+    def void(self, place: Place) -> None:
+        """Nothing that was said to be there counts any more."""
         self.counts[f"{place[0].name.lower()}_lost"] += 1
         self._tell(words.Lose(*place))
 
@@ -299,24 +307,37 @@ class Ways:
         units = [unit for block in wave for unit in block]
         if not units:
             return ()
-        points = [unit for unit in units if unit.part is Part.POINT]
-        store = way.store
-        waits: list[Awaitable[Report]] = [
-            self._answer(lambda done: store.find([u.name for u in units], self._heard(way, done)))
-        ]
-        pieces: list[Piece] = []
-        if points and way.tier is Tier.OBJECT:
-            pieces = [_record_piece(unit.key, fingerprint) for unit in points]
-            waits.append(self._answer(lambda done: store.read(pieces, self._heard(way, done))))
-        found, *read = await asyncio.gather(*waits)
-        names = {unit.name for unit in units}.difference(found.failed, found.damaged)
+        points = [u for u in units if u.part is Part.POINT] if way.tier is Tier.OBJECT else []
+        names = [unit.name for unit in units]
+        found, sealed = await asyncio.gather(
+            self._answer(lambda done: way.store.find(names, self._heard(way, done))),
+            self._sealed(way, points, fingerprint),
+        )
         if found.silent:
             return ()
-        bad = {name for report in read for name in (*report.failed, *report.damaged)}
-        for unit, piece in zip(points, pieces, strict=False):
-            if piece.name in bad or not _vouches(piece, unit, fingerprint):
-                names.discard(unit.name)
-        return names
+        there = set(names).difference(found.failed, found.damaged)
+        if self.records is not None:  # a store that is full lets go of what it likes
+            self.records.withdraw([u.key for u in points if u.name in {*sealed} - there])
+        return there.difference(unit.name for unit in points if unit.name not in sealed)
+
+    async def _sealed(
+        self, way: Way, points: Sequence[Unit], fingerprint: bytes
+    ) -> Collection[bytes]:
+        """Names of those that a resume record vouches for."""
+        if not points:
+            return ()
+        if self.records is not None:
+            told = await self.records.told([unit.key for unit in points])
+            read = ((unit, told.get(unit.key, b"")) for unit in points)
+            return [unit.name for unit, data in read if _vouches(data, unit, fingerprint)]
+        pieces = [_record_piece(unit.key, fingerprint) for unit in points]
+        report = await self._answer(lambda done: way.store.read(pieces, self._heard(way, done)))
+        bad = {*report.failed, *report.damaged}
+        return [
+            unit.name
+            for unit, piece in zip(points, pieces, strict=True)
+            if piece.name not in bad and _vouches(piece.view, unit, fingerprint)
+        ]
 
     async def _answer(self, start: Callable[[Finish], None]) -> Report:
         future: asyncio.Future[Report] = self._loop.create_future()
@@ -429,10 +450,10 @@ def _record_piece(key: bytes, fingerprint: bytes) -> Piece:
     return Piece(records.record_name(key), view, fingerprint=fingerprint)
 
 
-def _vouches(piece: Piece, unit: Unit, fingerprint: bytes) -> bool:
+def _vouches(data: memoryview | bytes, unit: Unit, fingerprint: bytes) -> bool:
     """Whether a record says that this point was whole."""
     try:
-        record = records.unpack(piece.view, records.ResumeRecord)
+        record = records.unpack(data, records.ResumeRecord)
     except StoreError:
         return False
     right = record.key == unit.key and record.fingerprint == fingerprint

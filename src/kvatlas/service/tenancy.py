@@ -38,6 +38,7 @@ class Tenancy:
         self, config: Config, ring: Keyring, tokenizer: Tokenizer | None, client: HttpClient
     ) -> None:
         """``client``: to agents. Raises ConfigError for files that cannot be used."""
+        self._registered = config.register.on
         self.agents: Agents | None = None  # before they are there, none is told of limits
         self._teller = Teller(ring, client)
         self.tenants: Tenants | None = None
@@ -96,6 +97,13 @@ class Tenancy:
             found |= {f"public {name}": why for name, why in self.public.problems.items()}
         if self.purger is not None:
             found |= self.purger.problems()
+        if self.tenants is not None and not self._registered:
+            stored = [t.name for t in self.tenants.file.tenant if t.quota_bytes.object is not None]
+            if stored:
+                found["quota of object"] = (
+                    f"of {len(stored)} tenants, {stored[0]!r} first: nobody holds them to it: it "
+                    "needs a [register]"
+                )
         return found
 
     def questions(self) -> dict[str, Callable[[Inbound], Awaitable[object]]]:

@@ -12,6 +12,7 @@ import msgspec
 
 from kvatlas.config_tenants import TENANTS_MAX, TenantsFile
 from kvatlas.core import agent_values as words
+from kvatlas.core.forgetting import payer_of
 from kvatlas.core.keys import Keyring
 from kvatlas.core.records import Tier
 from kvatlas.core.retention import Terms
@@ -51,8 +52,14 @@ class Limited:
         self._ring = ring
         self._tell = tell
         self._life = life
+        self.stored: dict[str, int] = {}  # quotas in a store that nodes share, by tag
         self._known: set[tuple[str, Tier]] = set()
         self._terms: dict[str, Terms] = {}
+
+    def ttl_s(self, owner: str) -> float:
+        """How long what an owner saves is kept; 0: without end."""
+        terms = self._terms.get(payer_of(owner))
+        return terms.ttl_s if terms is not None else 0.0
 
     def answer(self, request: Request, reply: Reply) -> None:
         """One request to `LIMITS`."""
@@ -73,6 +80,9 @@ class Limited:
         count = len(told.quota_bytes.keys() | told.terms.keys())
         if count > TENANTS_MAX:
             return 413, f"limits of more than {TENANTS_MAX} tenants"
+        # The store's are held where its books are: in the register.
+        self.stored = {tag: max(0, n) for (tag, tier), n in wanted.items() if tier is Tier.OBJECT}
+        wanted = {place: n for place, n in wanted.items() if place[1] is not Tier.OBJECT}
         for tag, tier in self._known - wanted.keys():
             self._tell(words.Quota(tag, None, tier))
         for (tag, tier), size_bytes in wanted.items():
