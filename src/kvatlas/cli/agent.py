@@ -10,6 +10,7 @@ import os
 import resource
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ from kvatlas.cli import agent_errands as errands
 from kvatlas.cli.output import print_json
 from kvatlas.cli.running import add_log_options
 from kvatlas.config import KeysConfig, line_of, read, read_secret, size_bytes
+from kvatlas.config_register import RegisterConfig
+from kvatlas.config_register import fault_of as register_fault
 from kvatlas.config_tls import AdminConfig, AuditConfig, TlsConfig, fault_of
 from kvatlas.core.agent_values import Config
 from kvatlas.core.policy.checkpoints import spacing_of
@@ -35,8 +38,10 @@ from kvatlas.service import agent_wire as wire
 from kvatlas.service import logs
 from kvatlas.service.admin import Safety, safety_of
 from kvatlas.service.agent import NodeAgent, Settings
+from kvatlas.service.agent_joined import Joined, Part
 from kvatlas.service.agent_peers import CHOICES
 from kvatlas.service.agent_shared import SharedSettings
+from kvatlas.service.register import open_register
 
 _CODECS = {"raw": Codec.RAW, "zstd": Codec.ZSTD, "planes": Codec.PLANES}
 SOCKET = Path("kvatlas-agent.sock")
@@ -52,6 +57,7 @@ class _OfAgent(msgspec.Struct):
     tls: TlsConfig = TlsConfig()
     admin: AdminConfig = AdminConfig()
     audit: AuditConfig = AuditConfig()
+    register: RegisterConfig = RegisterConfig()
 
 
 _TABLES: dict[str, type[msgspec.Struct]] = {
@@ -60,6 +66,7 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
     "tls": TlsConfig,
     "admin": AdminConfig,
     "audit": AuditConfig,
+    "register": RegisterConfig,
 }
 
 
@@ -128,6 +135,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="how long a request may wait to hear what a store and peers hold (0.5)",
     )
     _add_whose(parser)
+    _add_member(parser)
     _add_tiers(parser)
     _add_shared(parser)
     add_log_options(parser)
@@ -152,6 +160,26 @@ def _add_whose(parser: argparse.ArgumentParser) -> None:
         default="any",
         help="required: nothing is kept or loaded of requests whose cache salt no gateway with "
         "[tenants] has made; needs --config (any)",
+    )
+
+
+def _add_member(parser: argparse.ArgumentParser) -> None:
+    """As what gateways know it, where --config has a [register]."""
+    add = parser.add_argument
+    add("--member", default=socket.gethostname(), metavar="NAME", help="its own (the host's)")
+    add(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an engine of this node, as gateways call it; may be repeated; needs [register]",
+    )
+    add("--store", default="", metavar="NAME", help="of --object, the same for all who share it")
+    add(
+        "--advertise",
+        default="",
+        metavar="URL",
+        help="where gateways reach --listen (default: as it listens)",
     )
 
 
@@ -299,7 +327,8 @@ def run(args: argparse.Namespace) -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     logs.configure(args.log_format, args.log_level)
-    return uvloop.run(_serve(settings))
+    part = Part(args.member, args.advertise, tuple(args.engine), args.store)
+    return uvloop.run(_serve(settings, part, _register(args)))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -321,7 +350,28 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--prefill-tokens-per-s {rate:g}: tokens per second, above zero")
 
 
-async def _serve(settings: Settings) -> int:
+def _register(args: argparse.Namespace) -> RegisterConfig | None:
+    """That of the cluster which this agent is a member of; None: of none."""
+    config = RegisterConfig()
+    if args.config is not None:
+        text, told = read(args.config, _OfAgent, _TABLES)
+        config = told.register
+        place, fault = register_fault(config, secret=bool(told.keys.secret_file))
+        if fault:
+            raise ConfigError(f"{args.config}:{line_of(text, place)}: {fault}")
+    if not config.on:
+        if args.engine or args.store:
+            raise ConfigError("--engine and --store are for members: --config names no [register]")
+        return None
+    if not args.listen or not args.engine:
+        raise ConfigError(
+            f"{args.config} has a [register]: its agents are members, and need --listen, and the "
+            "engines of their node by --engine"
+        )
+    return config
+
+
+async def _serve(settings: Settings, part: Part, config: RegisterConfig | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -329,6 +379,10 @@ async def _serve(settings: Settings) -> int:
     async with NodeAgent(settings) as agent:
         print(msgspec.json.encode({"socket": str(settings.path)} | agent.status()).decode())
         sys.stdout.flush()
+        joined = None
+        if config is not None:  # first: what was forgotten meanwhile must not be served
+            joined = Joined(part, config, open_register(config), agent)
+            await joined.start()
         serving = loop.create_task(agent.serve())
         ends = loop.create_task(stop.wait()), loop.create_task(agent.errands.drained.wait())
         await asyncio.wait((serving, *ends), return_when=asyncio.FIRST_COMPLETED)
@@ -336,6 +390,8 @@ async def _serve(settings: Settings) -> int:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
+        if joined is not None:
+            await joined.close()
     return 0
 
 
