@@ -204,6 +204,7 @@ class Dispatcher:
         self._taps: list[Tap] = [] if tap is None else [tap]
         self._now = 0.0
         self._layouts: dict[Publisher, tuple[Layout, bytes]] = {}
+        self._quiet: set[Publisher] = set()  # who does not announce all of its windows
         self._pending: dict[str, _Pending] = {}
         self.gaps: dict[Publisher, HitGap] = {}
         self.errors: dict[Publisher, PredictionError] = {}
@@ -291,6 +292,8 @@ class Dispatcher:
         self.directory.register(publisher, layout, fingerprint)
         self.router.add(publisher, layout, fingerprint)
         self._layouts[publisher] = layout, fingerprint
+        if not layout.announced():
+            self._quiet.add(publisher)
         self.gaps.setdefault(publisher, HitGap())
         self.errors.setdefault(publisher, PredictionError())
 
@@ -300,6 +303,7 @@ class Dispatcher:
             self.router.remove(publisher)
             self.gaps.pop(publisher, None)
             self.errors.pop(publisher, None)
+            self._quiet.discard(publisher)
 
     # -- one request ----------------------------------------------------------------------------
 
@@ -373,8 +377,9 @@ class Dispatcher:
         below: dict[bytes, list[bytes]] = {}
         resumes: list[Resume] = []
         two = event.below is not None and bool(self.directory.shelves)
+        layouts = self._layouts
         for publisher, adapter in event.among:
-            layout, fingerprint = self._layouts[publisher]
+            layout, fingerprint = layouts[publisher]
             if fingerprint in keys:
                 continue
             chain = self.keys(publisher, event.tokens, event.scope, adapter)
@@ -394,10 +399,11 @@ class Dispatcher:
 
         Also the tokens that were promised by events alone, per such engine.
         """
+        quiet = self._quiet
         promised = {
             r.publisher: r.tokens
-            for r in ask.resumes
-            if r.tokens and not self._layouts[r.publisher][0].announced()
+            for r in (ask.resumes if quiet else ())
+            if r.tokens and r.publisher in quiet
         }
         if not promised:
             return ask, promised

@@ -18,7 +18,7 @@ class Tier(enum.IntEnum):
     PEER = 4
 
 
-class Publisher(msgspec.Struct, frozen=True, order=True):
+class Publisher(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """One rank of one engine: the unit that publishes KV events and that a request is sent to."""
 
     worker: str
@@ -41,7 +41,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     cleared: bool
 
 
-class Resume(msgspec.Struct, frozen=True):
+class Resume(msgspec.Struct, frozen=True, gc=False):  # of no cycle, and many at once
     """Up to where one publisher can really resume a given prompt, as the directory believes.
 
     ``tokens`` is the deepest position at which every required group is present; ``chain_tokens``

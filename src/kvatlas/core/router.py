@@ -203,8 +203,8 @@ class Router:
         one of them looks down they are all tried all the same: a health check that is late on a
         busy cluster must not turn into an outage.
         """
-        known = self._engines
-        candidates = [known[p] for p in (known if among is None else among) if p in known]
+        found = map(self._engines.get, self._engines if among is None else among)
+        candidates = [engine for engine in found if engine is not None]
         engines = [engine for engine in candidates if engine.up] or candidates
         policy = self.params.policy
         if not engines:
@@ -443,8 +443,15 @@ def _standing(ask: Ask, engine: _Engine, held_tokens: int) -> Standing:
 def _idlest(engines: Sequence[_Engine], now: float) -> list[_Engine]:
     """The least loaded first: the shortest queue, then the fewest requests, then by rotation."""
     # Of what cannot be looked up it is not known what it takes, nor so whether anybody is late.
-    ranks = [(max(0.0, e.free_at - now), e.load(), e.chosen, i) for i, e in enumerate(engines)]
-    return [engines[rank[3]] for rank in heapq.nsmallest(_plans(engines), ranks)]
+    count = _plans(engines)
+    idle = [e for e in engines if e.free_at <= now]
+    if len(idle) >= count:  # the others come after them: no rank is made of a thousand
+        ranks = heapq.nsmallest(
+            count, [(e.in_flight + e.foreign, e.chosen, i) for i, e in enumerate(idle)]
+        )
+        return [idle[rank[-1]] for rank in ranks]
+    waits = [(max(0.0, e.free_at - now), e.load(), e.chosen, i) for i, e in enumerate(engines)]
+    return [engines[wait[-1]] for wait in heapq.nsmallest(count, waits)]
 
 
 def _plans(engines: Sequence[_Engine]) -> int:
