@@ -38,6 +38,7 @@ NAMES = (
     "observe",
     "sealing",
     "tls",
+    "observability",
 )
 RESULTS = Path(__file__).parent / "results"
 

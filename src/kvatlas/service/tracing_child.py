@@ -1,8 +1,8 @@
 """The process that sends spans to a collector, by OTLP over HTTP: OpenTelemetry's own exporter.
 
-``python -m kvatlas.service.tracing_child SETTINGS``: frames of spans on stdin, one line of JSON on
-stdout for each. It ends with its stdin. Headers and certificates are as ``OTEL_EXPORTER_OTLP_*`` of
-its environment says.
+``python -m kvatlas.service.tracing_child SETTINGS``: frames of what was noted of requests on stdin,
+one line of JSON on stdout for each. It ends with its stdin. Headers and certificates are as
+``OTEL_EXPORTER_OTLP_*`` of its environment says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from kvatlas.service.spans import FRAME_BYTES_MAX, HEAD, Batch, Exporting, Report, Span
+from kvatlas.service.spans import FRAME_BYTES_MAX, HEAD, Batch, Exporting, Report, new_id
+from kvatlas.service.tracing_spans import SERVER, Span, spans_of
 
 _KINDS = tuple(SpanKind)  # by OpenTelemetry's own numbers
 _ERROR_CHARS = 300
@@ -53,18 +54,23 @@ class Sender:
     def send(self, batch: Batch) -> Report:
         """Returns once the collector has answered, or not in time."""
         self._word.text = ""
-        result = self._exporter.export([self._readable(s, batch.offset_s) for s in batch.spans])
-        if result is SpanExportResult.SUCCESS:
-            return Report(len(batch.spans))
-        return Report(len(batch.spans), f"{self._url}: {self._word.text or 'not taken'}")
+        spans = [
+            self._readable(span, int(record.trace, 16), batch.offset_s)
+            for record in batch.records
+            for span in spans_of(record, new_id)
+        ]
+        done = self._exporter.export(spans) is SpanExportResult.SUCCESS
+        error = "" if done else f"{self._url}: {self._word.text or 'not taken'}"
+        return Report(len(batch.records), error)
 
-    def _readable(self, span: Span, offset_s: float) -> ReadableSpan:
-        trace = int(span.trace, 16)
+    def _readable(self, span: Span, trace: int, offset_s: float) -> ReadableSpan:
         error = span.error
         return ReadableSpan(
             span.name,
             context=_context(trace, span.id, remote=False),
-            parent=_context(trace, span.parent, remote=span.kind == 1) if span.parent else None,
+            parent=_context(trace, span.parent, remote=span.kind == SERVER)
+            if span.parent
+            else None,
             resource=self._resource,
             attributes=span.attributes | ({"error.type": error} if error else {}),
             kind=_KINDS[span.kind],

@@ -1,8 +1,9 @@
-"""Spans on their way out: kept for a moment, then given to a process that sends them on.
+"""What is noted of requests on its way out: kept for a moment, then given to a process that makes
+it into spans and sends them.
 
-Encoding spans costs ten times what it takes to note them, and a collector may be slow, broken or
-away. Both are another process's matter (`service.tracing_child`): what it does not take in time is
-dropped here, and counted. No request waits for it.
+That costs many times what noting does, and a collector may be slow, broken or away. Both are the
+other process's matter (`service.tracing_child`): what it does not take in time is dropped here, and
+counted. No request waits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,15 +25,15 @@ from prometheus_client.registry import Collector
 import kvatlas
 from kvatlas.config_tracing import TracingConfig
 from kvatlas.errors import ConfigError
-from kvatlas.service.spans import HEAD, Batch, Exporting, Report, Span
+from kvatlas.service.spans import HEAD, Batch, Exporting, Record, Report
 
 if TYPE_CHECKING:
     from kvatlas.service.steering import Problems
 
 log = logging.getLogger(__name__)
 
-SPANS_MAX = 32_768  # that wait here
-BATCH_SPANS = 512
+RECORDS_MAX = 8192  # that wait here
+BATCH_RECORDS = 256
 EXPORT_TIMEOUT_S = 5.0
 _FLUSH_S = 0.5
 _RETRY_S = 5.0  # between two processes
@@ -62,25 +63,25 @@ class Exporter(Collector):
         self._settings = Exporting(url, config.service_name, kvatlas.__version__, timeout_s)
         self._flush_s = flush_s
         self._encode = msgspec.msgpack.Encoder().encode
-        self._waiting: list[Span] = []
-        self._under_way = 0  # spans that the process has, and of which it has said nothing yet
+        self._waiting: list[Record] = []
+        self._under_way = 0  # that the process has, and of which it has said nothing yet
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
         self.counts: Counter[str] = Counter()
         self.error = ""
 
-    # -- spans ------------------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------
 
-    def take(self, spans: Sequence[Span]) -> None:
-        """They go out soon, or are dropped and counted. Never blocks."""
-        if len(self._waiting) + len(spans) > SPANS_MAX:
-            self.drop(len(spans))
+    def take(self, record: Record) -> None:
+        """It goes out soon, or is dropped and counted. Never blocks."""
+        if len(self._waiting) < RECORDS_MAX:
+            self._waiting.append(record)
         else:
-            self._waiting += spans
+            self.drop()
 
-    def drop(self, spans: int) -> None:
-        """So many are not kept."""
-        self.counts["dropped"] += spans
+    def drop(self) -> None:
+        """One that is not kept."""
+        self.counts["dropped"] += 1
         self.error = self.error or f"{self._settings.url} is slower than spans come: some are lost"
 
     # -- for people -------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ class Exporter(Collector):
     def collect(self) -> Iterable[Metric]:
         """Called by the registry for each scrape."""
         family = CounterMetricFamily(
-            "kvatlas_trace_spans", "by what became of them", labels=["outcome"]
+            "kvatlas_traces", "requests by what became of their spans", labels=["outcome"]
         )
         for outcome in _OUTCOMES:
             family.add_metric([outcome], self.counts[outcome])
@@ -165,14 +166,14 @@ class Exporter(Collector):
         pipe = process.stdin if process is not None else None
         offset_s = time.time() - time.perf_counter()
         while self._waiting and pipe is not None and not pipe.transport.get_write_buffer_size():
-            batch, self._waiting = self._waiting[:BATCH_SPANS], self._waiting[BATCH_SPANS:]
+            batch, self._waiting = self._waiting[:BATCH_RECORDS], self._waiting[BATCH_RECORDS:]
             frame = self._encode(Batch(offset_s, batch))
             pipe.write(HEAD.pack(len(frame)) + frame)
             self._under_way += len(batch)
 
     def _reported(self, report: Report) -> None:
-        self._under_way -= report.spans
-        self.counts["failed" if report.error else "exported"] += report.spans
+        self._under_way -= report.requests
+        self.counts["failed" if report.error else "exported"] += report.requests
         if report.error:
             self._failed(report.error)
         else:
