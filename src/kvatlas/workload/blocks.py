@@ -9,9 +9,18 @@ they became free: a counter and an ordered map.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
+from functools import lru_cache
 
 from kvatlas.core.events import AllBlocksCleared, BlockRemoved, Event
+
+
+@lru_cache(maxsize=16)
+def _ids(capacity: int) -> array[int]:
+    """The last first. A thousand engines have as many pools of one size: copies are made at once,
+    and an array takes a tenth of a list of as many numbers."""
+    return array("i", range(capacity - 1, -1, -1))
 
 
 class Blocks:
@@ -25,7 +34,7 @@ class Blocks:
     def __init__(self, capacity: int, slots: int, *, publish: bool) -> None:
         self.capacity = capacity
         self.publish = publish
-        self.spare = list(range(capacity - 1, -1, -1))  # ids that nobody knows of
+        self.spare = array("i", _ids(capacity))  # ids that nobody knows of
         self.plain = 0  # blocks in use without an id: so many of ``spare`` are not free
         self.named = 0  # blocks in use with an id and without a key
         self.idle: OrderedDict[int, None] = OrderedDict()  # keyed, unused, oldest first
@@ -71,8 +80,8 @@ class Blocks:
         """Make so many of the blocks in use findable. Returns their ids."""
         count = len(keys)
         spare, refs, entries, found = self.spare, self.refs, self.keys, self.found[slot]
-        ids = spare[: -count - 1 : -1]
-        del spare[-count:]
+        ids = spare[: -count - 1 : -1].tolist()
+        del spare[len(spare) - count :]
         self.plain -= count
         for key, block in zip(keys, ids, strict=True):
             refs[block] = 1
