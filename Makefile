@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup demo demo-scale test test-long engines lint format types contracts bench proof-router docs clean
+.PHONY: help setup demo demo-scale test test-long engines browser pictures lint format types contracts bench proof-router docs clean
 
 help:        ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -39,7 +39,14 @@ contracts: setup  ## who may import whom
 engines: setup  ## vLLM and SGLang for CPU, each in its own .venv-*; stores, Envoy
 	@$(BIN)/python tests/engines/install.py vllm nixl mooncake sglang sglang-mooncake stores envoy
 
+browser: setup  ## Chromium and what drives it, for the tests of the page
+	@$(BIN)/python tests/engines/install.py browser
+
+pictures: browser  ## the pictures of the page in the documentation
+	@$(BIN)/python docs/pictures/page.py
+
 test: lint types contracts  ## all checks: then the tests, then the tests on real engines
+	@$(MAKE) --no-print-directory browser || echo "without a browser the tests of the page skip"
 	@$(BIN)/pytest -n 2 --dist loadfile
 	@$(MAKE) --no-print-directory engines
 	@$(BIN)/pytest -m 'engine and not long' -n 2 --dist loadfile

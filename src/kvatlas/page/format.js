@@ -22,8 +22,8 @@ export function short(value) {
 /** 0.42 ms, 12 ms, 1.23 s. */
 export function seconds(value) {
   if (!known(value)) return "–";
-  if (value === 0) return "0 s";
   const size = Math.abs(value);
+  if (size < 5e-6) return "0 s";
   if (size < 1e-3) return `${(value * 1e3).toFixed(2)} ms`;
   if (size < 1) return `${digits(value * 1e3)} ms`;
   if (size < 120) return `${digits(value)} s`;

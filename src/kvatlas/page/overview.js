@@ -8,6 +8,7 @@ import { label, topology } from "./topology.js";
 const TERM_NAMES = { wait: "wait", load: "load", recompute: "recompute", hand_off: "hand-off", crowd: "crowd", charge: "charge" };
 const RECENT_SHOWN = 40;
 const MINUTE_BUCKETS = 12;
+const FLAGS_SHOWN = 100;
 
 /** Everything but explained requests. `update(state, health)` as often as there is news. */
 export class Overview {
@@ -147,12 +148,19 @@ function table(columns, rows, empty) {
 
 function flags(health) {
   if (!health) return h("p", { class: "soft" }, "not asked yet");
-  const notes = Object.entries(health.details ?? {});
   const flagged = new Set(health.flags.map((flag) => flag.split(":")[0]));
-  const rows = notes.flatMap(([problem, whom]) => (typeof whom === "object" && whom !== null ? Object.entries(whom) : [["", whom]])
-    .map(([who, why]) => h("li", { class: flagged.has(problem) ? "bad" : "" },
-      h("b", null, problem.replaceAll("_", " ")), who ? ` ${clean(who)}` : "", h("div", { class: "soft small" }, clean(why, 300)))));
-  for (const flag of health.flags) if (!(flag.split(":")[0] in (health.details ?? {}))) rows.unshift(h("li", { class: "bad" }, h("b", null, clean(flag))));
+  const alike = new Map(); // what is said of several in the same words is said once
+  for (const [problem, whom] of Object.entries(health.details)) {
+    const each = typeof whom === "object" && whom !== null ? Object.entries(whom) : [["", whom]];
+    for (const [who, why] of each) {
+      const key = JSON.stringify([problem, why]);
+      alike.set(key, { problem, why, whom: [...(alike.get(key)?.whom ?? []), who] });
+    }
+  }
+  const unsaid = health.flags.filter((flag) => !(flag.split(":")[0] in health.details)).map((flag) => ({ problem: flag, why: "", whom: [], bare: true }));
+  const rows = [...unsaid, ...alike.values()].slice(0, FLAGS_SHOWN).map(({ problem, why, whom, bare }) =>
+    h("li", { class: bare || flagged.has(problem) ? "bad" : "" }, h("b", null, clean(problem).replaceAll("_", " ")), ` ${whom.filter(Boolean).map((who) => clean(who)).join(", ")}`,
+      h("div", { class: "soft small" }, clean(why, 300))));
   return rows.length ? h("ul", { class: "flags" }, rows) : h("p", { class: "fine" }, "All engines, agents, feeds and pairs are as they should be.");
 }
 

@@ -15,10 +15,11 @@ const LABELS_MAX = 8;
 export function topology(state, width) {
   const plan = placed(state, width);
   return svg("svg", { width: plan.width, height: plan.height, role: "img", "aria-label": told(state) },
-    svg("defs", null, svg("marker", { id: "end", viewBox: "0 0 6 6", refX: 5.4, refY: 3, markerWidth: 6, markerHeight: 6, orient: "auto", class: "head" }, svg("path", { d: "M0 0L6 3L0 6z" }))),
+    svg("defs", null, svg("marker", { id: "end", viewBox: "0 0 6 6", refX: 5.4, refY: 3, markerUnits: "userSpaceOnUse", markerWidth: 8, markerHeight: 8, orient: "auto", class: "head" }, svg("path", { d: "M0 0L6 3L0 6z" }))),
     plan.bands.map((band) => frame(band, plan)),
     plan.engines.map((engine) => link(plan, engine)),
-    plan.stores.map((store) => reaches(store, plan)),
+    plan.engines.map((placed) => carries(placed)),
+    plan.stores.map((store) => reaches(store)),
     pairs(state, plan),
     gateway(plan, state),
     plan.bands.map((band) => (band.agent ? tiers(band, plan) : null)),
@@ -143,7 +144,7 @@ function bar(x, y, width, height, held, most) {
 function tiers(band, plan) {
   const x = band.left + band.width - TIERS_WIDE;
   const rows = ["dram", "disk"];
-  const top = band.top + band.head + (band.height - band.head - PAD - rows.length * 22) / 2 + 6;
+  const top = middle(band) - rows.length * 11 + 6;
   return svg("g", { class: "tiers" }, rows.map((tier, i) => {
     const n = band.agent.held[tier] ?? 0;
     const y = top + i * 22;
@@ -160,10 +161,19 @@ function link(plan, { engine, x, y, height, first }) {
     "stroke-width": Math.min(7, 1.2 + Math.log2(1 + engine.in_flight)), d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x - bend} ${y2} ${x - 1} ${y2}` });
 }
 
+function carries({ engine, band, x, y, width, height }) {
+  if (!band.agent || engine.role === "prefill") return null; // that half's lines are its pairs
+  const [x1, y1, x2, y2] = [x + width, y + height / 2, band.left + band.width - TIERS_WIDE - 10, middle(band)];
+  const bend = Math.min(80, (x2 - x1) / 2);
+  return svg("path", { class: `link node ${band.agent.up ? "" : "off"}`, d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}` });
+}
+
+const middle = (band) => band.top + band.head + (band.height - band.head - PAD) / 2;
+
 function reaches(store) {
   const y2 = store.y + store.height / 2;
   return store.bands.map((band) => {
-    const [x1, y1] = [band.left + band.width, band.top + band.height / 2];
+    const [x1, y1] = [band.left + band.width, middle(band)];
     const bend = (store.x - x1) / 2;
     return svg("path", { class: "link store", d: `M${x1} ${y1}C${x1 + bend} ${y1} ${store.x - bend} ${y2} ${store.x} ${y2}` });
   });
@@ -190,7 +200,7 @@ function pairs(state, plan) {
     return svg("g", { class: `pair ${pair.state}` }, svg("title", null, `${clean(pair.prefill)} → ${clean(pair.decode)}: ${pair.state}\n${clean(pair.why || words, 300)}`),
       svg("path", { class: "wide", d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}` }),
       svg("path", { "marker-end": "url(#end)", d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}` }),
-      named && words && x2 - x1 > 140 ? way(words, [x1, y1, x2, y2], from.y === to.y ? 0.5 : 0.26) : null);
+      named && words && x2 - x1 > 140 ? way(words, [x1, y1, x2, y2], from.y === to.y ? 0.5 : 0.38) : null);
   });
 }
 
