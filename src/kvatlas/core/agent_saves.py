@@ -73,14 +73,15 @@ class Saves:
         if len(event.keys) - event.first > node.config.units_max:
             node.counts["save_too_long"] += 1
             return
-        points = self._chosen(event, worker)
+        whole = self._held_blocks(event.keys)
+        points = self._chosen(event, worker, whole)
         end = points[-1] if points else 0
         if event.ahead or not worker.sizes.has_points:
             end = len(event.keys)
         if not end:
             return
         keys = event.keys[:end]
-        new = self._new(keys, points, worker, event.first)
+        new = self._new(keys, points, worker, max(event.first, whole))
         if not new:
             return
         value_s, size_bytes = _value_s(new), sum(unit.size_bytes for unit in new)
@@ -101,8 +102,9 @@ class Saves:
             )
         )
 
-    def _chosen(self, event: Filled, worker: Worker) -> tuple[int, ...]:
-        """The points to save, of those that the engine has: wanted, and not held yet."""
+    def _chosen(self, event: Filled, worker: Worker, whole: int) -> tuple[int, ...]:
+        """The points to save, of those that the engine has: wanted, and not held yet. ``whole``:
+        how many bodies are held."""
         if not worker.sizes.has_points:
             return ()
         points = {p for p in event.points if 0 < p <= len(event.keys)}
@@ -113,7 +115,6 @@ class Saves:
             )
             points &= {tokens // grid for tokens in wanted}
         held = self._node.inventory.held
-        whole = self._held_blocks(event.keys)
         return tuple(
             p
             for p in sorted(points)

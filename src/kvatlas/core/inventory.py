@@ -119,8 +119,11 @@ class Inventory:
 
     def held(self, name: bytes, tiers: Iterable[Tier] = OWN) -> bool:
         """Whether an own tier has it, or room for it is being filled."""
-        own = (self.ledgers[tier] for tier in tiers if tier in self.ledgers)
-        return any(name in ledger or ledger.writing(name) for ledger in own)
+        for tier in tiers:  # asked for every block of every prompt
+            ledger = self.ledgers.get(tier)
+            if ledger is not None and (name in ledger or ledger.writing(name)):
+                return True
+        return False
 
     def since(self, name: bytes, owner: str) -> float:
         """When an own tier first had it for that tenant; infinity where none has it."""

@@ -185,7 +185,8 @@ class TierSide:
 
     def _memory(self) -> Bytes | None:
         model = self._engine.model._model
-        return model if isinstance(model, Bytes) else None
+        # Mostly there is none, and to ask a protocol takes long.
+        return model if model is not None and isinstance(model, Bytes) else None
 
     def loaded_from(self, id: str) -> dict[Tier, int]:
         request = self._requests.get(id)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from functools import lru_cache
 from hashlib import blake2b
 from math import gcd
-from struct import pack, unpack
+from struct import pack
+from sys import byteorder
 
 import msgspec
 
@@ -133,9 +135,7 @@ class TraceKeys(PromptKeys):
     ) -> None:
         super().__init__(tokens, step, salt=salt, adapter=adapter)
         self._size = origin.block_tokens
-        ids = pack(f"<{len(origin.hash_ids)}Q", *origin.hash_ids)
-        digests = _KEYRING.chain(self.root, ids, ID_BYTES // TOKEN_BYTES)
-        self._blocks = _numbers(digests)
+        self._blocks = _block_keys(self.root, origin.hash_ids)
 
     def key(self, position: int) -> int:
         """As `PromptKeys.key`."""
@@ -174,9 +174,20 @@ def _root(salt: str, adapter: str) -> bytes:
     return _KEYRING.root(msgspec.json.encode([salt, adapter]) if salt or adapter else b"")
 
 
+@lru_cache(maxsize=64)
+def _block_keys(root: bytes, hash_ids: tuple[int, ...]) -> list[int]:
+    """The keys of a trace's blocks, not to be changed. The halves of a pair, and who is asked again
+    after a failure, want the same ones soon after each other."""
+    ids = pack(f"<{len(hash_ids)}Q", *hash_ids)
+    return _numbers(_KEYRING.chain(root, ids, ID_BYTES // TOKEN_BYTES))
+
+
 def _numbers(digests: list[bytes]) -> list[int]:
     """The first half of each digest."""
-    return list(unpack(f"<{2 * len(digests)}Q", b"".join(digests))[::2])
+    halves = array("Q", b"".join(digests))[::2]
+    if byteorder == "big":
+        halves.byteswap()
+    return halves.tolist()
 
 
 def chain_key(parent: bytes, tokens: bytes) -> bytes:
