@@ -11,7 +11,7 @@ from kvatlas.core.register_values import Answer, Join, Joined, Member, Question
 from kvatlas.errors import RegisterError
 from kvatlas.service.register import RegisterPort, ValkeyRegister, open_register
 
-DEADLINE_S = 5.0
+DEADLINE_S = 30.0
 
 
 def member(name: str = "a", life: str = "1", **more: object) -> Member:

@@ -174,6 +174,7 @@ _KINDS: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
 )
 _SAID = {
     "NOAUTH": "denied",
+    "ACL failure": "denied",
     "NOREPLICAS": "read_only",
     "MISCONF": "full",
     "BUSY": "busy",

@@ -62,9 +62,10 @@ class EmbeddedServer:
         return self._process.pid if self._process is not None else 0
 
     async def awake(self) -> None:
-        """Until somebody's server accepts connections in the folder; whoever calls has a deadline.
+        """Until somebody's server answers in the folder; whoever calls has a deadline.
+
         Raises RegisterError where it cannot be started."""
-        while not await self._accepts():
+        while not await self._answers():
             if self._process is not None and self._process.poll() is not None:
                 status, self._process = self._process.returncode, None
                 if not self._came_up:
@@ -88,15 +89,21 @@ class EmbeddedServer:
         self._process.wait()
         self._process = None
 
-    async def _accepts(self) -> bool:
+    async def _answers(self) -> bool:
+        """Whatever it is: it accepts connections before it knows whether its data can be read."""
         try:
-            _, writer = await asyncio.open_unix_connection(self.socket)
+            reader, writer = await asyncio.open_unix_connection(self.socket)
         except OSError:
             return False
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-        return True
+        try:
+            writer.write(b"PING\r\n")
+            return bool(await reader.readline())
+        except OSError:
+            return False
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     def _start(self) -> None:
         """Unless the folder is locked. Raises RegisterError."""
