@@ -26,6 +26,8 @@ NAMES = (
     "tokenize",
     "second_turn",
     "gateway",
+    "gateways",
+    "scale",
     "hit_rate",
     "engine_model",
     "simulate",

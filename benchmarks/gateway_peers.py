@@ -24,7 +24,7 @@ from kvatlas.service.http_client import HttpClient, Response
 
 SGLANG_ROUTER = "sglang-router==0.3.2"
 SMG = "smg==1.13.0"
-START_S = 60.0
+START_S = 180.0
 
 
 class Child:
@@ -119,7 +119,8 @@ class Stage:
         """``kvatlas serve`` as it is, with engines that announced the warm prompts. ``argv``: what
         is run instead; ``more``: further tables of its file, which is called ``name``."""
         events = json.loads(self.module("benchmarks.gateway_events", tokenizer, 2).line())
-        lines = [f'[gateway]\nport = {free_port()}\n[tokenizer]\npath = "{tokenizer}"\n']
+        wanted = free_port()
+        lines = [f'[gateway]\nport = {wanted}\n[tokenizer]\npath = "{tokenizer}"\n']
         for index, (url, (endpoint, replay)) in enumerate(zip(self.urls, events, strict=True)):
             lines.append(
                 f'[[worker]]\nname = "w{index}"\nurl = "{url}"\nlayout = "{BLOCK_TOKENS}"\n'
