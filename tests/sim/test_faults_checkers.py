@@ -15,7 +15,7 @@ from kvatlas.sim.checkers_end import census
 from kvatlas.sim.checkers_truth import Witness
 from kvatlas.sim.engines import GATEWAY
 from kvatlas.sim.faults_nodes import broken
-from kvatlas.sim.faults_world import LATENCY_S, Wire
+from kvatlas.sim.faults_wire import LATENCY_S, Wire
 from kvatlas.sim.messages import Message, Replayed
 from kvatlas.sim.network import Network
 from kvatlas.sim.tier_units import Kept

@@ -14,7 +14,6 @@ from kvatlas.core.events import UnitsHeld
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Sizes
 from kvatlas.sim.ahead import SimAhead
-from kvatlas.sim.checkers import Checkers
 from kvatlas.sim.checkers_agents import AgentWatch
 from kvatlas.sim.checkers_tiers import (
     TierWatch,
@@ -24,6 +23,7 @@ from kvatlas.sim.checkers_tiers import (
     check_shelves,
 )
 from kvatlas.sim.checkers_truth import Filled
+from kvatlas.sim.checkers_view import Judge
 from kvatlas.sim.faults import TIER_KINDS, Fault, Scenario
 from kvatlas.sim.faults_run import run_seed
 from kvatlas.sim.faults_tiers import scenario
@@ -42,15 +42,8 @@ class Stage:
 
     def __init__(self, plan: Scenario, faults: tuple[Fault, ...] = ()) -> None:
         plan = msgspec.structs.replace(plan, faults=faults)
-        self.checkers = Checkers(lambda: self.world.timeline.now)
-        self.world = FaultWorld(
-            plan,
-            make_model=self.checkers.make_model,
-            saw=self.checkers.saw,
-            watcher=self.checkers,
-            note=self.checkers.note,
-            tap=self.checkers.tap,
-        )
+        self.checkers = Judge(lambda: self.world.timeline.now)
+        self.world = FaultWorld(plan, self.checkers)
         TierWatch(self.checkers, self.world)
         AgentWatch(self.checkers, self.world)
         for ask in plan.asks:
@@ -67,8 +60,9 @@ class Stage:
         self.checkers.found.clear()
         check_books(self.checkers, self.world)
         check_damage(self.checkers, self.world)
-        check_shelves(self.checkers, self.world)
-        check_reach(self.checkers, self.world, self.world.scenario.asks)
+        for replica in self.world.replicas:
+            check_shelves(self.checkers, self.world, replica)
+            check_reach(self.checkers, self.world, replica, self.world.scenario.asks)
         return Counter(self.checkers.found)
 
     def place(self) -> tuple[SimNode, Tier]:
@@ -189,7 +183,7 @@ def test_a_lease_and_a_reservation_that_stay_are_found(plan: Scenario) -> None:
 def test_what_the_directory_does_not_know_is_found(plan: Scenario) -> None:
     stage = Stage(plan)
     node, _ = stage.place()
-    stage.world.dispatcher.directory.shelves.reset(node.publisher)
+    stage.world.replicas[0].dispatcher.directory.shelves.reset(node.publisher)
     assert stage.judged()["convergence"]
 
 

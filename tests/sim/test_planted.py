@@ -11,7 +11,13 @@ import pytest
 from kvatlas.cli.main import main
 from kvatlas.core.directory import Directory
 from kvatlas.errors import ConfigError
-from kvatlas.sim import planted_books, planted_feed, planted_routes, planted_tiers
+from kvatlas.sim import (
+    planted_books,
+    planted_feed,
+    planted_register,
+    planted_routes,
+    planted_tiers,
+)
 from kvatlas.sim.canaries import REGISTRY
 from kvatlas.sim.checkers import CLASSES
 from kvatlas.sim.faults_run import run_seed
@@ -19,7 +25,7 @@ from kvatlas.sim.planted import BELOW, BUGS, planted
 from kvatlas.sim.planted_bug import Bug
 from kvatlas.sim.planted_score import score
 
-MODULES = (planted_feed, planted_books, planted_routes, planted_tiers)
+MODULES = (planted_feed, planted_books, planted_routes, planted_tiers, planted_register)
 
 
 def test_names_are_unique_and_classes_known() -> None:

@@ -14,8 +14,8 @@ from kvatlas.errors import ConfigError
 from kvatlas.sim.canaries import REGISTRY
 from kvatlas.sim.checkers import CLASSES
 from kvatlas.sim.faults import KINDS
+from kvatlas.sim.faults_cluster import scenario
 from kvatlas.sim.faults_run import Report, SeedResult, run_seed, run_seeds
-from kvatlas.sim.faults_tiers import scenario
 from kvatlas.sim.planted import BUGS
 from kvatlas.sim.planted_score import row, scores
 

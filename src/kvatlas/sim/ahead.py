@@ -6,6 +6,8 @@ which brings it up over the modelled links, and tells when it is over.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvatlas.core.ahead import Ahead
 from kvatlas.core.ahead_copies import Copied, Copy, Effect, Params, Recall
 from kvatlas.core.dispatch import Dispatcher, Input
@@ -17,12 +19,20 @@ from kvatlas.sim.timeline import Timeline, Timer
 
 
 class SimAhead:
-    """Beside the dispatcher of a simulated gateway."""
+    """Beside the dispatcher of a simulated gateway. ``leads``: whether it may order what only one
+    gateway of a cluster orders."""
 
     def __init__(
-        self, params: Params, dispatcher: Dispatcher, timeline: Timeline, network: Network
+        self,
+        params: Params,
+        dispatcher: Dispatcher,
+        timeline: Timeline,
+        network: Network,
+        gateway: str = GATEWAY,
     ) -> None:
         self.core = Ahead(params, dispatcher)
+        self.leads: Callable[[], bool] = lambda: True
+        self._gateway = gateway
         self._timeline = timeline
         self._network = network
         self._timer: Timer | None = None
@@ -34,6 +44,7 @@ class SimAhead:
         self._perform(self.core.handle(told, self._timeline.now))
 
     def _heard(self, now: float, event: Input, answer: Decision | None) -> None:
+        self.core.leads = self.leads()
         self._perform(self.core.handle(event, now, answer))
 
     def _perform(self, effects: tuple[Effect, ...]) -> None:
@@ -42,9 +53,9 @@ class SimAhead:
             match effect:
                 case Copy(id, engine=engine, keys=keys, tokens=tokens, scope=scope):
                     pull = Pull(id, engine.worker, keys, tokens, scope.owner)
-                    self._network.send(GATEWAY, agent, pull)
+                    self._network.send(self._gateway, agent, pull)
                 case Recall(id):
-                    self._network.send(GATEWAY, agent, CallOff(id))
+                    self._network.send(self._gateway, agent, CallOff(id))
         due = self.core.next_deadline()
         self._timer = self._timeline.rearm(self._timer, due, self._tick)
 

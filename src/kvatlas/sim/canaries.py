@@ -19,8 +19,12 @@ from kvatlas.core.events import AllBlocksCleared, BlockRemoved, Event
 from kvatlas.core.keys import PUBLIC, Keyring, Scope
 from kvatlas.core.lanes import Pool
 from kvatlas.core.lookup import Lookup
+from kvatlas.core.membership import Effect as MemberEffect
+from kvatlas.core.membership import Membership
 from kvatlas.core.records import Publisher, Tier
-from kvatlas.core.router import Ask, Decision, Router
+from kvatlas.core.register import Register
+from kvatlas.core.register_values import Acquire, Commit, Held, Record, ToldFloors
+from kvatlas.core.router import Ask, Decision, Plan, Router
 from kvatlas.core.sequence import Effect, Sequencer
 from kvatlas.core.steps import Steps
 from kvatlas.workload.engine import Engine
@@ -156,6 +160,54 @@ def a_clear_is_too_much() -> AbstractContextManager[None]:
     return patched(Directory, "apply", fragile)
 
 
+def ties_go_to_who_came_first() -> AbstractContextManager[None]:
+    """Of two engines that are equal the one that was made known first is chosen."""
+    order = Router._order
+
+    def by_arrival(self: Router, plan: Plan) -> tuple[bool, float, int, int, Publisher]:
+        over, price, in_flight, chosen, _ = order(self, plan)
+        place = list(self._engines).index(plan.publisher)
+        return over, price, in_flight, chosen, Publisher(f"{place:03}")
+
+    return patched(Router, "_order", by_arrival)
+
+
+def everybody_leads() -> AbstractContextManager[None]:
+    """The register gives a lease to whoever asks."""
+
+    def held(self: Register, asked: Acquire, now_ms: int) -> Held:
+        return Held(asked.what, now_ms)
+
+    return patched(Register, "_acquire", held)
+
+
+def nobody_is_missed() -> AbstractContextManager[None]:
+    """Members stay where they were, whatever became of them."""
+
+    def bury(self: Register, now_ms: int) -> None:
+        pass
+
+    return patched(Register, "_bury", bury)
+
+
+def floors_are_kept_to_oneself() -> AbstractContextManager[None]:
+    """What others have raised is not taken up."""
+
+    def told(self: Membership, answer: ToldFloors) -> list[MemberEffect]:
+        return []
+
+    return patched(Membership, "_told_floors", told)
+
+
+def every_record_counts() -> AbstractContextManager[None]:
+    """Nothing that is committed is refused."""
+
+    def refusal(self: Register, store: object, asked: Commit, record: Record) -> None:
+        return None
+
+    return patched(Register, "_refusal", refusal)
+
+
 REGISTRY: dict[str, Canary] = {
     "wrong-bytes": keys_of_first_tokens,
     "cross-scope": scope_is_left_out,
@@ -167,4 +219,9 @@ REGISTRY: dict[str, Canary] = {
     "convergence": a_connect_forgets,
     "bounds": limits_do_not_count,
     "crash": a_clear_is_too_much,
+    "replicas-differ": ties_go_to_who_came_first,
+    "two-leaders": everybody_leads,
+    "membership": nobody_is_missed,
+    "lost-floor": floors_are_kept_to_oneself,
+    "stale-record": every_record_counts,
 }

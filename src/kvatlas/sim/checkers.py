@@ -8,20 +8,19 @@ private state; the bounds on how long a belief may lag are those that the docume
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
-from kvatlas.core.dispatch import Apply, Input, Join, Reset
-from kvatlas.core.events import Batch, Event
+from kvatlas.core.events import Batch
 from kvatlas.core.layout import Layout
 from kvatlas.core.records import Publisher
-from kvatlas.core.router import Decision, Plan
-from kvatlas.sim.checkers_truth import Life, Prompt, Run, Witness, answer
+from kvatlas.core.router import Plan
+from kvatlas.sim.checkers_truth import Life, Prompt, Witness, answer
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.faults import Ask
-from kvatlas.sim.gateway import Inquiry, Outcome
-from kvatlas.sim.messages import Answers, Declined, Events, Message, Pulse
+from kvatlas.sim.gateway import Outcome
+from kvatlas.sim.messages import Answers
 from kvatlas.sim.tier_node import SimNode
 from kvatlas.workload.protocol import Admitted, Arrive
 
@@ -37,6 +36,11 @@ CLASSES: dict[str, str] = {
     "convergence": "the directory is not what it should be a stated time after healing",
     "bounds": "more is kept than the limits allow, or more than what is held needs",
     "crash": "production code raised",
+    "replicas-differ": "two gateways that heard the same do not say the same",
+    "two-leaders": "two members lead at one time, or a lease's token does not rise",
+    "membership": "a member that is there is missed, one that is not is known, or one is refused",
+    "lost-floor": "what is to be forgotten is not known to a member that could know it",
+    "stale-record": "a position counts that is of an older content of its store, or forgotten",
 }
 
 #: A batch that arrived, or word of a restart, counts at the latest after this: three replays that
@@ -57,7 +61,8 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 class Checkers:
-    """Watches one world from its first event on: what it has to be told is in the methods."""
+    """Watches one world from its first event on: what it has to be told is in the methods. What
+    one gateway sees and promises: `checkers_view`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.violations: list[Violation] = []
@@ -69,15 +74,13 @@ class Checkers:
         self.tokens = 0  # tokens of answers that were compared
         self.outcomes: dict[str, Outcome] = {}
         self.spans: dict[str, list[float]] = {}  # request → when it came and ended, in world time
+        self.homes: dict[str, tuple[str, str]] = {}  # request → host and name of its gateway
         self.declined: set[tuple[str, str]] = set()  # (request, engine)
         self.witnesses: dict[str, Witness] = {}
-        self._clock = clock
-        self._asks: dict[str, Ask] = {}
+        self.clock = clock
+        self.asks: dict[str, Ask] = {}
         self._lives: dict[str, list[Life]] = {}
-        self._told: dict[str, list[tuple[float, int]]] = {}  # engine → when word of a life came
-        self._runs: dict[Publisher, Run] = {}
-        self._fingerprints: dict[Publisher, bytes] = {}
-        self._batches: dict[int, tuple[Life, Batch]] = {}  # by identity of the events
+        self.batches: dict[int, tuple[Life, Batch]] = {}  # by identity of the events
         self._prompts: dict[tuple[str, str], Prompt] = {}  # (request, layout) →
         self._answers: dict[tuple[str, str], list[int]] = {}
         self.could_read: Callable[[str, Ask], bool] = lambda engine, ask: False
@@ -89,18 +92,18 @@ class Checkers:
         self.note(f"VIOLATION {kind}: {what}")
         self.shown = self.shown or tuple(self.trace)
         if len(self.violations) < VIOLATIONS_MAX:
-            self.violations.append(Violation(kind, self._clock(), what))
+            self.violations.append(Violation(kind, self.clock(), what))
 
     def note(self, what: str) -> None:
         """For the trace of a failing seed."""
-        line = f"{self._clock():9.3f} s  {what}"
+        line = f"{self.clock():9.3f} s  {what}"
         self.trace.append(line)
         if self.say is not None:
             self.say(line)
 
     def will_ask(self, ask: Ask) -> None:
         """A request that is going to be sent."""
-        self._asks[ask.id] = ask
+        self.asks[ask.id] = ask
 
     def make_model(self, engine: str, layout: Layout, identity: bytes = b"") -> Witness:
         """An engine's memory for one life. ``identity``: of model and weights."""
@@ -131,32 +134,14 @@ class Checkers:
         if not lives or lives[-1].number != number:
             lives.append(Life(number, layout))
         lives[-1].publish(batch)
-        self._batches[id(batch.events)] = lives[-1], batch
+        self.batches[id(batch.events)] = lives[-1], batch
 
-    # -- the gateway ----------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------
 
-    def saw(self, source: str, message: Message) -> None:
-        """A message that reaches the gateway."""
-        match message:
-            case Events(batch):
-                life, _ = self._batches[id(batch.events)]
-                life.reached(batch.seq, self._clock())
-                self._word(source, life.number)
-            case Pulse():
-                self._word(source, message.life)
-            case Declined(id_, _, busy) if busy:
-                self.declined.add((id_, source))
-            case Answers():
-                self._compare(source, message)
-
-    def _word(self, engine: str, life: int) -> None:
-        told = self._told.setdefault(engine, [])
-        if not told or life > told[-1][1]:
-            told.append((self._clock(), life))
-
-    def _compare(self, source: str, message: Answers) -> None:
+    def compare(self, source: str, message: Answers) -> None:
+        """Tokens of answers arrive from an engine."""
         for produced in message.produced:
-            ask = self._asks.get(produced.id)
+            ask = self.asks.get(produced.id)
             if ask is None:
                 continue
             at = produced.index + produced.count - 1
@@ -176,70 +161,6 @@ class Checkers:
             self._answers[place] = answer(layout, ask.tokens, ask.adapter, ask.output_tokens)
         return self._answers[place]
 
-    def decided(self, inquiry: Inquiry, decision: Decision) -> None:
-        """See `GatewayWatcher`: every promise that it rests on must be true, or lag no further
-        than is stated."""
-        plans = [f"{plan.publisher} {plan.resume_tokens}" for plan in decision.plans]
-        self.note(f"{inquiry.id} is routed: {', '.join(plans)}")
-        self.spans[inquiry.id] = [self._clock()] * 2
-        ask = self._asks[inquiry.id]
-        for plan in decision.plans:
-            if any(plan.tier_tokens[1:]) and not self.could_read(plan.publisher.worker, ask):
-                self.report("over-promise", f"{ask.id}: {plan.publisher} promises of tiers")
-            if own := own_tokens(plan):
-                self._judge(ask, plan.publisher, own)
-
-    def waited(self, gaps_s: Sequence[float], count: int) -> None:
-        """See `GatewayWatcher`."""
-
-    def ended(self, outcome: Outcome) -> None:
-        """See `GatewayWatcher`."""
-        self.note(f"{outcome.id} ends on {outcome.tried[-1:]}: {outcome.fault or 'answered'}")
-        self.spans[outcome.id][1] = self._clock()
-        self.outcomes[outcome.id] = outcome
-
-    # -- the dispatcher ---------------------------------------------------------------------------
-
-    def tap(self, now: float, event: Input, answered: Decision | None) -> None:
-        """See `kvatlas.core.dispatch.Tap`."""
-        match event:
-            case Apply(publisher, events):
-                self._applied(publisher, events)
-            case Reset(publisher):
-                self.note(f"the claims of {publisher} go")
-                self._runs[publisher] = Run()
-            case Join(publisher, _, fingerprint):
-                if self._fingerprints.get(publisher) != fingerprint:
-                    self._fingerprints[publisher] = fingerprint
-                    self._runs[publisher] = Run()
-
-    def _applied(self, publisher: Publisher, events: tuple[Event, ...]) -> None:
-        run = self._runs.setdefault(publisher, Run())
-        known = self._batches.get(id(events))
-        if known is None:
-            self.report("resurrected", f"{publisher}: events are applied that nobody published")
-            run.held.apply(events)
-            return
-        life, batch = known
-        self.note(f"{publisher}: batch {batch.seq} of life {life.number} is applied")
-        if run.life is None:
-            run.life = life
-        elif life is not run.life:
-            self.report(
-                "resurrected",
-                f"{publisher}: batch {batch.seq} of life {life.number} is applied on top of "
-                f"life {run.life.number}",
-            )
-            run.life = life
-        elif batch.seq != run.last + 1:
-            self.report(
-                "resurrected",
-                f"{publisher}: batch {batch.seq} is applied after batch {run.last}",
-            )
-        run.last = batch.seq
-        life.applied = max(life.applied, batch.seq)
-        run.held.apply(batch.events)
-
     # -- promises ---------------------------------------------------------------------------------
 
     def prompt(self, ask: Ask, layout: Layout) -> Prompt:
@@ -249,57 +170,19 @@ class Checkers:
             self._prompts[place] = Prompt(layout, ask.tokens, ask.scope, ask.adapter)
         return self._prompts[place]
 
-    def _judge(self, ask: Ask, publisher: Publisher, promised: int) -> None:
-        self.promises += 1
-        run = self._runs.get(publisher)
-        if run is None or run.life is None:
-            self.report("resurrected", f"{ask.id}: {publisher} promises {promised} of no claims")
-            return
-        true = run.held.resume(self.prompt(ask, run.life.layout))
-        if promised > true:
-            self.report(
-                self.kind_of(ask, publisher, promised),
-                f"{ask.id} of ({ask.scope!r}, {ask.adapter!r}): {publisher} promises {promised} "
-                f"tokens, what was applied of its events gives {true}",
-            )
-        self._judge_age(ask, publisher, run.life, run.last)
-
     def kind_of(self, ask: Ask, publisher: Publisher, promised: int) -> str:
         """Which class a promise belongs to that is not true (any more)."""
         engine, lives = publisher.worker, self._lives.get(publisher.worker, [])
         for life in lives:  # was it true at any time?
             if life.ever.resume(self.prompt(ask, life.layout)) >= promised:
                 return "resurrected"
-        places = sorted({(each.scope, each.adapter) for each in self._asks.values()})
+        places = sorted({(each.scope, each.adapter) for each in self.asks.values()})
         for layout in self._layouts[engine].values():
             prompts = [Prompt(layout, ask.tokens, *place) for place in places]
             for each in self._lives.values():
                 if any(life.ever.resume(p) >= promised for life in each for p in prompts):
                     return "cross-scope"
         return "over-promise"
-
-    def _judge_age(self, ask: Ask, publisher: Publisher, life: Life, last: int) -> None:
-        """What a promise rests on must not be older than is stated."""
-        then = self._clock() - LAG_S
-        newer = [number for at, number in self._told[publisher.worker] if at <= then]
-        if newer and newer[-1] > life.number:
-            self.report(
-                "resurrected",
-                f"{ask.id}: {publisher} promises by life {life.number}; that it lives its "
-                f"{newer[-1]}. is known for more than {LAG_S:g} s",
-            )
-        elif last < life.applied:
-            self.report(
-                "resurrected",
-                f"{ask.id}: {publisher} promises by batch {last}; batch {life.applied} was applied "
-                "before, and counts no more",
-            )
-        elif last < (known := life.known_at(then)):
-            self.report(
-                "resurrected",
-                f"{ask.id}: {publisher} promises by batch {last}; batch {known} came more than "
-                f"{LAG_S:g} s ago",
-            )
 
 
 def own_tokens(plan: Plan) -> int:

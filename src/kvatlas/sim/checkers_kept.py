@@ -7,15 +7,16 @@ from kvatlas.core.lanes import lanes_of
 from kvatlas.core.records import Tier
 from kvatlas.sim.checkers import Checkers
 from kvatlas.sim.checkers_end import census
+from kvatlas.sim.faults_replicas import Replica
 from kvatlas.sim.faults_world import FaultWorld
 
 #: Entries beyond those of a new core that heard the same: bits, the last of their kind.
 SPARE_MAX = 8
 
 
-def check_counts(checkers: Checkers, world: FaultWorld) -> None:
+def check_counts(checkers: Checkers, world: FaultWorld, replica: Replica) -> None:
     """Every count of block-holders is the number of those that are there."""
-    directory, total = world.dispatcher.directory, 0
+    directory, total = replica.dispatcher.directory, 0
     for engine in world.engines.values():
         publisher = engine.publisher
         there = sum(1 for _ in directory.holdings(publisher))
@@ -30,13 +31,13 @@ def check_counts(checkers: Checkers, world: FaultWorld) -> None:
         checkers.report("bounds", f"{total} holders are counted as {directory.holders}")
 
 
-def check_kept(checkers: Checkers, world: FaultWorld, heard: Dispatcher) -> None:
+def check_kept(checkers: Checkers, world: FaultWorld, replica: Replica, heard: Dispatcher) -> None:
     """At rest no more is kept than a new core keeps that ``heard`` all histories as a whole. Where
     limits are reached it depends on the order what is refused, and what waits for it in vain."""
     if not world.scenario.roomy:
         return
     kept, least = (
-        census(each) - census(each.directory.shelves) for each in (world.dispatcher, heard)
+        census(each) - census(each.directory.shelves) for each in (replica.dispatcher, heard)
     )
     spare = SPARE_MAX * (1 if world.nodes is None else 3) + _empty_books(world)
     if kept > least + spare:
@@ -52,18 +53,16 @@ def _empty_books(world: FaultWorld) -> int:
     return (max(ever) - now) * (len(Tier) + 1)
 
 
-def check_waiting(checkers: Checkers, world: FaultWorld, source: str) -> None:
+def check_waiting(checkers: Checkers, replica: Replica, source: str) -> None:
     """What waits of one engine's events is no more than may."""
-    limits = world.scenario.feed
-    batches, size_bytes = world.gateway.feed(source).sequencer.waiting()
+    limits = replica.plan.feed
+    batches, size_bytes = replica.gateway.feed(source).sequencer.waiting()
     if batches > limits.waiting_batches_max or size_bytes > limits.waiting_bytes_max:
         checkers.report("bounds", f"{source}: {batches} batches wait, {size_bytes} bytes")
 
 
-def check_flights(checkers: Checkers, world: FaultWorld) -> None:
+def check_flights(checkers: Checkers, replica: Replica) -> None:
     """After a request was sent: no more are booked than may be."""
-    booked = sum(world.dispatcher.router.in_flight().values())
-    if booked > world.scenario.in_flight_max:
-        checkers.report(
-            "bounds", f"{booked} requests are booked, {world.scenario.in_flight_max} are allowed"
-        )
+    booked, most = sum(replica.dispatcher.router.in_flight().values()), replica.plan.in_flight_max
+    if booked > most:
+        checkers.report("bounds", f"{booked} requests are booked, {most} are allowed")

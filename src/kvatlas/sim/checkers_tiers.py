@@ -20,6 +20,7 @@ from kvatlas.sim.checkers import Checkers
 from kvatlas.sim.checkers_end import census, told_twice
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.faults import Ask
+from kvatlas.sim.faults_replicas import Replica
 from kvatlas.sim.faults_world import FaultWorld, fingerprint
 from kvatlas.sim.tier_node import SimNode
 from kvatlas.sim.tier_side import TierSide
@@ -141,10 +142,10 @@ def check_damage(checkers: Checkers, world: FaultWorld) -> None:
             )
 
 
-def check_shelves(checkers: Checkers, world: FaultWorld) -> None:
+def check_shelves(checkers: Checkers, world: FaultWorld, replica: Replica) -> None:
     """What the directory believes of a node's own tiers is what they hold; what it believes of a
     store was written there."""
-    shelves = world.dispatcher.directory.shelves
+    shelves = replica.dispatcher.directory.shelves
     # The last words of an agent's life may be lost, and the next life does not know of them.
     again = any(node.life > 1 for node in world.nodes or ())
     for node in world.nodes or ():
@@ -157,6 +158,9 @@ def check_shelves(checkers: Checkers, world: FaultWorld) -> None:
             _compare(checkers, node, tier, believed[tier], exact)
         store = believed.get(Tier.OBJECT, set())
         lies = store - _readable(node, Tier.OBJECT)
+        if world.nodes is not None and world.nodes.forgetful and world.nodes.tiers.store:
+            missed = world.nodes.tiers.store.missed  # the first who asks finds it out
+            lies = {name for name in lies if (node.name, name) in missed}
         if lies and not again:
             checkers.report("resurrected", f"{node.name}: {len(lies)} units are not in the store")
 
@@ -178,7 +182,9 @@ def _compare(
         checkers.report("convergence", f"{where}: {missed} units are there and not known")
 
 
-def check_reach(checkers: Checkers, world: FaultWorld, asks: Iterable[Ask]) -> None:
+def check_reach(
+    checkers: Checkers, world: FaultWorld, replica: Replica, asks: Iterable[Ask]
+) -> None:
     """How far each prompt can be resumed, tiers included, is what the directory says; and the
     agents offer nothing that is of another scope, adapter or model."""
     if world.nodes is None:
@@ -192,12 +198,12 @@ def check_reach(checkers: Checkers, world: FaultWorld, asks: Iterable[Ask]) -> N
             identity, prompt = engine.identity, checkers.prompt(ask, engine.layout)
             if identity not in asked:
                 keys = keys_of(world, ask, identity, engine.layout)
-                asked[identity] = keys, world.dispatcher.directory.peek(keys, identity)
+                asked[identity] = keys, replica.dispatcher.directory.peek(keys, identity)
             keys, found = asked[identity]
             true = _resume(held[homes[engine.name]], engine, ask, keys, prompt.keys)
             told = next((r for r in found if r.publisher == engine.publisher), None)
             tokens = min(told.tokens if told else 0, _limit(engine, ask))
-            store = told is not None and _from_store(told)
+            store = told is not None and (_from_store(told) or world.nodes.forgetful)
             what = f"{ask.id}: {engine.publisher} promises {tokens} tokens, tiers give {true}"
             if tokens > true and not store:
                 checkers.report("over-promise", what)
@@ -253,9 +259,9 @@ def _resume(
     return best
 
 
-def check_empty(checkers: Checkers, world: FaultWorld) -> None:
+def check_empty(checkers: Checkers, world: FaultWorld, replica: Replica) -> None:
     """Every tier was emptied: nobody believes otherwise, and nothing is kept for it."""
-    shelves = world.dispatcher.directory.shelves
+    shelves = replica.dispatcher.directory.shelves
     for node in world.nodes or ():
         believed = {tier: len(names) for tier, names in shelves.names(node.publisher).items()}
         if any(node.life > 1 for node in world.nodes or ()):

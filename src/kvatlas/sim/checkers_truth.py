@@ -233,18 +233,24 @@ class Witness:
 
 
 class Life:
-    """One life of one engine: what it announced, and when that reached the gateway."""
+    """One life of one engine, and what it announced."""
 
     def __init__(self, number: int, layout: Layout) -> None:
         self.number = number
         self.layout = layout
         self.ever = Held()  # what was stored at any time
-        self.applied = -1  # number of the latest batch that the directory ever took in
-        self.delivered: list[tuple[float, int]] = []  # (when, highest number so far)
 
     def publish(self, batch: Batch) -> None:
         """It sends one more batch."""
         self.ever.apply(tuple(e for e in batch.events if isinstance(e, BlockStored)))
+
+
+class Heard:
+    """When what one life of an engine announced reached one gateway."""
+
+    def __init__(self) -> None:
+        self.applied = -1  # number of the latest batch that the directory ever took in
+        self.delivered: list[tuple[float, int]] = []  # (when, highest number so far)
 
     def reached(self, seq: int, now: float) -> None:
         """A batch of it arrived, live."""

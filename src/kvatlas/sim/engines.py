@@ -137,7 +137,7 @@ class SimEngine:
 
     ``make_model`` gives each life what it computes with; ``identity`` is what it tells of itself
     (a fingerprint) where that may change with a restart, b"" where it never does. ``make_outside``
-    gives each life what there is outside of its pool.
+    gives each life what there is outside of its pool. ``gateways``: who listens to its events, now.
     """
 
     def __init__(
@@ -152,6 +152,7 @@ class SimEngine:
         role: str = "combined",
         make_model: Callable[[Layout], Model] | None = None,
         make_outside: Callable[[SimEngine], Outside] | None = None,
+        gateways: Sequence[str] = (GATEWAY,),
     ) -> None:
         self.name = name
         self.role = role
@@ -172,10 +173,12 @@ class SimEngine:
         self._watchers = watchers
         self._make_model = make_model
         self._make_outside = make_outside
+        self._gateways = gateways
         self.outside: Outside | None = None
         self._engine = self._new()
         self._events = EventLog()
         self._arrives: dict[str, Arrive] = {}
+        self._clients: dict[str, str] = {}  # request → the gateway that sent it
         self._came_at: dict[str, float] = {}
         self._cached: dict[str, int] = {}  # until the request ended
         self._busy_from: float | None = None
@@ -248,6 +251,7 @@ class SimEngine:
         self.asleep = self._paused = False
         self._inbox.clear()
         self._arrives.clear()
+        self._clients.clear()
         self._cached.clear()
         self._came_at.clear()
         self.past_preemptions += self._engine.preemptions
@@ -319,7 +323,12 @@ class SimEngine:
     # -- messages -------------------------------------------------------------------------------
 
     def _send(self, message: Message) -> None:
-        self._network.send(self.name, GATEWAY, message)
+        """To all who listen."""
+        for gateway in self._gateways:
+            self._network.send(self.name, gateway, message)
+
+    def _reply(self, gateway: str, message: Message) -> None:
+        self._network.send(self.name, gateway, message)
 
     def _receive(self, source: str, message: Message | Input) -> None:
         if self._paused or (self.asleep and not isinstance(message, Look)):
@@ -327,8 +336,9 @@ class SimEngine:
             return
         match message:
             case Submit():
-                self._submit(message)
+                self._submit(source, message)
             case Cancel(id):
+                self._clients.pop(id, None)
                 if self._arrives.pop(id, None) is not None:
                     self._forget(id)
                     self._handle(Abort(id))
@@ -336,11 +346,12 @@ class SimEngine:
                     self.outside.forget(id)
             case AskReplay():
                 for answer in self._events.replay(message):
-                    self._send(answer)
+                    self._reply(source, answer)
             case Look(number):
                 requests = self._engine.running + self._engine.waiting
                 layout = self.layout if self.identity else None
-                self._send(Pulse(number, self.life, requests, self.asleep, layout, self.identity))
+                pulse = Pulse(number, self.life, requests, self.asleep, layout, self.identity)
+                self._reply(source, pulse)
             case (
                 Loaded()
                 | Hold()
@@ -360,7 +371,7 @@ class SimEngine:
         self._came_at.pop(id, None)
         return self._cached.pop(id, 0)
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, source: str, message: Submit) -> None:
         arrive = Arrive(
             message.id,
             message.tokens,
@@ -377,10 +388,11 @@ class SimEngine:
         if rejected is None:
             self.requests += 1
             self._arrives[message.id] = arrive
+            self._clients[message.id] = source
             self._came_at[message.id] = self._timeline.now
-            self._send(Accepted(message.id, self.life))
+            self._reply(source, Accepted(message.id, self.life))
         else:
-            self._send(Declined(message.id, rejected.reason, rejected.busy))
+            self._reply(source, Declined(message.id, rejected.reason, rejected.busy))
             if self.outside is not None:
                 self.outside.forget(message.id)
         self._perform(effects)
@@ -452,7 +464,20 @@ class SimEngine:
                 case Admitted():
                     self._admitted(effect)
         if produced:
-            self._send(Answers(self._timeline.now, self._lag_s, tuple(produced), ended))
+            self._answer(produced, ended)
+
+    def _answer(self, produced: Sequence[Produced], ended: dict[str, Usage]) -> None:
+        """To each gateway what its requests got."""
+        by_client: dict[str, list[Produced]] = {}
+        for each in produced:
+            client = self._clients.get(each.id)
+            if client is not None:  # else it was cancelled meanwhile
+                by_client.setdefault(client, []).append(each)
+            if each.id in ended:
+                self._clients.pop(each.id, None)
+        for client, theirs in by_client.items():
+            over = {each.id: ended[each.id] for each in theirs if each.id in ended}
+            self._reply(client, Answers(self._timeline.now, self._lag_s, tuple(theirs), over))
 
     def _publish(self, events: tuple[Event, ...]) -> None:
         batch = self._events.publish(events, self._timeline.now + self.clock_offset_s)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvatlas.core import sequence
+from kvatlas.core import membership, sequence
 from kvatlas.core.ahead_copies import Params
 from kvatlas.core.directory import Limits
 from kvatlas.core.layout import Layout, plain
@@ -56,7 +56,32 @@ TIER_KINDS: dict[str, str] = {
     "keep": "a part of what a node holds must not leave",
     "forget": "all of a tenant is deleted",
 }
-KINDS = ENGINE_KINDS | TIER_KINDS
+
+#: Of a store that several nodes share (`faults_cluster`).
+STORE_KINDS: dict[str, str] = {
+    "forgetful_store": "a store is empty and says nothing",
+    "store_silent": "a store does not answer",
+}
+
+#: Of several gateways (`faults_cluster`).
+REPLICA_KINDS: dict[str, str] = {
+    "gateway_crash": "a gateway's process is killed; a new one that knows nothing starts later",
+    "split": "nothing passes between one gateway and an engine, or an agent",
+}
+
+#: Of the register, and of those who are members by it (`faults_cluster`).
+REGISTER_KINDS: dict[str, str] = {
+    "register_late": "the register answers late, after deadlines too",
+    "register_silent": "the register is away, and comes back with all that it had",
+    "register_cut": "nothing passes between one member and the register",
+    "register_empty": "the register is away, and an empty one comes in its place",
+    "register_behind": "the register is away, and one comes that lacks the last writes",
+    "member_clock": "a member's wall clock is wrong by up to an hour",
+    "namesake": "a second process has a member's name",
+    "stranger": "a process of another cluster, or format, has this cluster's name",
+    "purge": "a member is told that something is to be forgotten: a floor is raised",
+}
+KINDS = ENGINE_KINDS | TIER_KINDS | STORE_KINDS | REPLICA_KINDS | REGISTER_KINDS
 
 #: Where there are windows no prompt ends with a block: if its end is the only place where it could
 #: be resumed it is computed once more, and its events are those of a reported hit. The directory
@@ -148,6 +173,8 @@ class Scenario(msgspec.Struct, frozen=True):
     feed: sequence.Limits
     silence_s: float
     tiers: TierPlan | None = None
+    replicas: int = 1
+    register: membership.Params | None = None
 
     @property
     def roomy(self) -> bool:

@@ -1,4 +1,4 @@
-"""The gateway's event loop as something that can go wrong: it stands still, its clock jumps."""
+"""A process's event loop as something that goes wrong: it stands still, ends, its clock jumps."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Loop(Timeline):
         self._offset_s = 0.0
         super().__init__()
         self._stalled_until = 0.0
+        self._ended = False
         self._inbox: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._late: list[_LoopTimer] = []
         self._timers: dict[int, _LoopTimer] = {}  # in the order of asking
@@ -55,6 +56,8 @@ class Loop(Timeline):
 
     def call(self, call: Callable[..., None], *args: Any) -> None:
         """Something arrives from outside: now, or when the loop moves again."""
+        if self._ended:
+            return
         if self._inbox or self._world.now < self._stalled_until:
             self._inbox.append((call, args))
         else:
@@ -73,8 +76,22 @@ class Loop(Timeline):
                 timer.inner.cancel()
             self._arm(number, timer)
 
+    def end(self) -> None:
+        """The process is killed: nothing of it happens any more."""
+        self._ended = True
+        self._inbox.clear()
+        self._late.clear()
+        for timer in list(self._timers.values()):
+            timer.cancel()
+        self._timers.clear()
+
+    @property
+    def moves(self) -> bool:
+        """Neither ended nor standing still."""
+        return not self._ended and self._world.now >= self._stalled_until
+
     def _arm(self, number: int, timer: _LoopTimer) -> None:
-        if timer.call is None:
+        if timer.call is None or self._ended:
             self._timers.pop(number, None)
             return
         self._timers[number] = timer

@@ -17,7 +17,6 @@ from kvatlas.core.records import Publisher, Tier
 from kvatlas.core.units import Unit
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.faults import Fault, TierPlan
-from kvatlas.sim.gateway import Gateway
 from kvatlas.sim.links import Fabric
 from kvatlas.sim.network import Network
 from kvatlas.sim.tier_node import SimNode
@@ -38,12 +37,13 @@ class Nodes:
         *,
         timeline: Timeline,
         network: Network,
-        gateway: Gateway,
+        gateways: Sequence[str],
         keyring: Keyring,
         fingerprint: Callable[[SimEngine], bytes],
     ) -> None:
         self.plan = plan
         self.counts: Counter[str] = Counter()
+        self.forgetful = False  # the store lost all, at some time, without a word
         self._timeline = timeline
         self._fabric = Fabric(timeline)
         self._draw = random.Random(f"kvatlas.nodes/{seed}")
@@ -54,15 +54,22 @@ class Nodes:
         self._striking: dict[str, list[tuple[float, Callable[[], None]]]] = {}  # by node
         self._small: dict[tuple[str, Tier], float] = {}
         self.tiers = Tiers(
-            timeline, network, self._fabric, plan.spec, keyring=keyring, fingerprint=fingerprint
+            timeline,
+            network,
+            self._fabric,
+            plan.spec,
+            keyring=keyring,
+            fingerprint=fingerprint,
+            gateways=gateways,
         )
         self.tiers.verdict = self._verdict
         self.tiers.acted = self._acted
         store = "store" if plan.spec.object_bytes else ""
+        self.settled: list[Settle] = []  # for each gateway: whose tiers carry whom
         for node in plan.nodes:
             made = self.tiers.add_node(node.name, node.engines, plan.card)
             engines = tuple(Publisher(name) for name in node.engines)
-            gateway.add_agent(Settle(made.publisher, engines, store))
+            self.settled.append(Settle(made.publisher, engines, store))
 
     def __iter__(self) -> Iterator[SimNode]:
         return iter(self.tiers.nodes.values())
@@ -109,6 +116,10 @@ class Nodes:
                 self._slow_down(node, fault)
             case "lost_store":
                 return self._lose(node)
+            case "forgetful_store":
+                return self._forget_store()
+            case "store_silent":
+                self._stand_still(fault.duration_s)
             case "node_restart":
                 if not node.up:
                     return False
@@ -178,6 +189,24 @@ class Nodes:
             self._fabric.set_speed(link, fault.amount)
             self._slow[link] = max(until, self._slow.get(link, 0.0))
             self._timeline.at(self._slow[link], self._speed_up, link)
+
+    def _stand_still(self, seconds: float) -> None:
+        """The store answers nobody; what was asked of it cannot be broken off either."""
+        until = self._timeline.now + seconds
+        for node in self:
+            node.stuck_until = max(node.stuck_until, until)
+        self._fabric.set_speed("store", 0.0)
+        self._slow["store"] = max(until, self._slow.get("store", 0.0))
+        self._timeline.at(self._slow["store"], self._speed_up, "store")
+
+    def _forget_store(self) -> bool:
+        """The store has nothing any more, and nobody is told."""
+        store = self.tiers.store
+        if store is None or not store.held:
+            return False
+        store.clear()
+        self.forgetful = True
+        return True
 
     def _speed_up(self, link: str) -> None:
         if self._timeline.now >= self._slow[link]:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from kvatlas.core.dispatch import Input, Sent
-from kvatlas.core.router import Decision
 from kvatlas.sim import planted
-from kvatlas.sim.checkers import CLASSES, Checkers, Violation
+from kvatlas.sim.checkers import CLASSES, Violation
 from kvatlas.sim.checkers_agents import AgentWatch
 from kvatlas.sim.checkers_end import (
+    check_alike,
     check_convergence,
     check_endings,
     check_memory,
@@ -26,10 +25,9 @@ from kvatlas.sim.checkers_end import (
 )
 from kvatlas.sim.checkers_kept import (
     check_counts,
-    check_flights,
     check_kept,
-    check_waiting,
 )
+from kvatlas.sim.checkers_register import RegisterWatch
 from kvatlas.sim.checkers_tiers import (
     TierWatch,
     check_books,
@@ -38,11 +36,11 @@ from kvatlas.sim.checkers_tiers import (
     check_reach,
     check_shelves,
 )
+from kvatlas.sim.checkers_view import Judge
 from kvatlas.sim.engines import SimEngine
 from kvatlas.sim.faults import KINDS, Ask, Scenario
-from kvatlas.sim.faults_tiers import scenario
+from kvatlas.sim.faults_cluster import scenario
 from kvatlas.sim.faults_world import FaultWorld
-from kvatlas.sim.messages import Events, Message, Replayed
 
 #: After healing every engine says something; so long after that all must be right again.
 SETTLE_S = 75.0
@@ -144,29 +142,14 @@ def run_seeds(seeds: Sequence[int], canary: str = "", jobs: int = 1) -> Iterator
 class _Run:
     def __init__(self, plan: Scenario, say: Callable[[str], None] | None) -> None:
         self.plan = plan
-        self.checkers = Checkers(lambda: self.world.timeline.now)
+        self.checkers = Judge(lambda: self.world.timeline.now)
         self.checkers.say = say
         self.asks = list(plan.asks)
-        self.world = FaultWorld(
-            plan,
-            make_model=self.checkers.make_model,
-            saw=self._saw,
-            watcher=self.checkers,
-            note=self.checkers.note,
-            tap=self._tap,
-        )
+        self.world = FaultWorld(plan, self.checkers)
         TierWatch(self.checkers, self.world)
         AgentWatch(self.checkers, self.world)
-
-    def _saw(self, source: str, message: Message) -> None:
-        self.checkers.saw(source, message)
-        if isinstance(message, Events | Replayed):
-            check_waiting(self.checkers, self.world, source)
-
-    def _tap(self, now: float, event: Input, answer: Decision | None) -> None:
-        self.checkers.tap(now, event, answer)
-        if isinstance(event, Sent):
-            check_flights(self.checkers, self.world)
+        if self.world.members is not None:
+            RegisterWatch(self.checkers, self.world, self.world.members)
 
     def play(self) -> SeedResult:
         checkers, world = self.checkers, self.world
@@ -191,7 +174,7 @@ class _Run:
             answered=sum(not outcome.fault for outcome in outcomes),
             promises=checkers.promises,
             tokens=checkers.tokens,
-            copies=world.ahead.core.ordered if world.ahead is not None else 0,
+            copies=sum(r.ahead.core.ordered for r in world.replicas if r.ahead is not None),
             virtual_s=world.timeline.now,
         )
 
@@ -204,36 +187,43 @@ class _Run:
         world.probe(_fresh)
         world.run(world.timeline.now + SETTLE_S)
         self._last()
+        self.asks += world.clients.again
         check_endings(checkers, world, self.asks)
         check_rest(checkers, world, self.asks)
-        check_promises(checkers, world, self.asks)
-        heard = new_core(world, told=True)
-        check_convergence(checkers, world, heard)
         check_books(checkers, world)
         check_damage(checkers, world)
-        check_shelves(checkers, world)
-        check_reach(checkers, world, self.asks)
-        check_counts(checkers, world)
-        check_kept(checkers, world, heard)
+        heard = new_core(world, told=True)
+        for replica in world.replicas:
+            check_promises(checkers, world, replica, self.asks)
+            check_convergence(checkers, world, replica, heard)
+            check_shelves(checkers, world, replica)
+            check_reach(checkers, world, replica, self.asks)
+            check_counts(checkers, world, replica)
+            check_kept(checkers, world, replica, heard)
+        if len(world.replicas) > 1:
+            check_alike(checkers, world, heard, self.asks)
         world.restart_all()
         world.run(world.timeline.now + EMPTY_S)
-        check_memory(checkers, world)
-        check_empty(checkers, world)
+        for replica in world.replicas:
+            check_memory(checkers, world, replica)
+            check_empty(checkers, world, replica)
 
     def _rest(self) -> None:
         """Wait until no request is under way: a silent engine is given up in the end."""
         world = self.world
         limit = world.timeline.now + self.plan.silence_s + 120.0
-        while world.gateway.in_flight and world.timeline.now < limit:
+        while world.in_flight and world.timeline.now < limit:
             world.run(world.timeline.now + 1.0)
 
     def _last(self) -> None:
         """One more request, too short for any block: what fades with time does so now."""
         world = self.world
-        ask = Ask("last", world.timeline.now, b"\1\0\0\0" * 3, 1, "", "")
-        self.asks.append(ask)
-        self.checkers.will_ask(ask)
-        world.ask(ask)
+        for replica in world.replicas:
+            id = "last" if len(world.replicas) == 1 else f"last {replica.name}"
+            ask = Ask(id, world.timeline.now, b"\1\0\0\0" * 3, 1, "", "")
+            self.asks.append(ask)
+            self.checkers.will_ask(ask)
+            world.clients.ask(ask, replica)
         world.run(world.timeline.now + 5.0)
 
 

@@ -10,265 +10,100 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
-from kvatlas.core.admission import Rules
-from kvatlas.core.directory import Directory
-from kvatlas.core.dispatch import Dispatcher, Tap
 from kvatlas.core.keys import Fingerprint, Keyring
 from kvatlas.core.layout import Layout
-from kvatlas.core.router import Router
-from kvatlas.sim.ahead import SimAhead
-from kvatlas.sim.engines import GATEWAY, EngineWatcher, SimEngine
-from kvatlas.sim.faults import Ask, Fault, Member, Scenario
-from kvatlas.sim.faults_loop import Loop
+from kvatlas.sim.engines import EngineWatcher, SimEngine
+from kvatlas.sim.faults import REGISTER_KINDS, Ask, Fault, Member, Scenario
+from kvatlas.sim.faults_cluster import hosts_of
+from kvatlas.sim.faults_members import Members
 from kvatlas.sim.faults_nodes import Nodes
-from kvatlas.sim.gateway import Gateway, GatewaySpec, GatewayWatcher, Inquiry, Outcome
-from kvatlas.sim.messages import (
-    AskReplay,
-    Events,
-    Look,
-    Message,
-    Pulse,
-    Replayed,
-    Submit,
-    Subscribed,
-)
-from kvatlas.sim.network import Envelope, Network, Receiver
+from kvatlas.sim.faults_replicas import Clients, Replica, View
+from kvatlas.sim.faults_wire import FaultyNetwork, Wire
+from kvatlas.sim.messages import Submit, Subscribed
 from kvatlas.sim.tier_node import SimNode
 from kvatlas.sim.timeline import Timeline
 from kvatlas.workload.protocol import Model
 
-LATENCY_S = 0.001
-_APART_S = 1e-6  # between messages that keep their order: more than a sum of times can be off
-_FEED = (Events, Replayed, Subscribed)
-_NEW_CONNECTIONS = (Submit, Look, AskReplay, Pulse)
 
-
-class Watcher(EngineWatcher, GatewayWatcher, Protocol):
+class Judge(EngineWatcher, Protocol):
     """Whoever watches all of it."""
+
+    def make_model(self, engine: str, layout: Layout, identity: bytes) -> Model:
+        """The memory of one life of an engine."""
+        ...
+
+    def view(self, replica: Replica) -> View:
+        """Who judges a new life of a gateway."""
+        ...
+
+    def will_ask(self, ask: Ask) -> None:
+        """A request that is going to be sent."""
+
+    def note(self, what: str) -> None:
+        """Something happened, in words."""
 
 
 class Outages:
-    """When which engine could not be expected to serve; "" stands for all of them."""
+    """When which engine could not be expected to serve, or a gateway's host to ask it; with both,
+    "engine@host": the one by way of the other."""
 
     def __init__(self) -> None:
         self._spans: dict[str, list[tuple[float, float]]] = {}
 
-    def add(self, engine: str, start: float, end: float) -> None:
-        """``engine`` was out from ``start`` to ``end``."""
-        self._spans.setdefault(engine, []).append((start, end))
+    def add(self, who: str, start: float, end: float) -> None:
+        """``who`` was out from ``start`` to ``end``."""
+        self._spans.setdefault(who, []).append((start, end))
 
-    def touched(self, engine: str, start: float, end: float) -> bool:
-        """Whether ``engine`` was out at any time between ``start`` and ``end``."""
-        spans = (*self._spans.get(engine, ()), *self._spans.get("", ()))
+    def touched(self, engine: str, host: str, start: float, end: float) -> bool:
+        """Whether ``engine`` was out for that gateway at any time between ``start`` and ``end``."""
+        spans = [s for who in (engine, host, f"{engine}@{host}") for s in self._spans.get(who, ())]
         return any(first <= end and start <= last for first, last in spans)
 
 
-class _FaultyNetwork(Network):
-    """Hands what reaches the gateway to its loop, and shows it to ``saw``."""
-
-    def __init__(self, timeline: Timeline, loop: Loop, saw: Callable[[str, Message], None]) -> None:
-        super().__init__(timeline, latency_s=LATENCY_S)
-        self._loop = loop
-        self._saw = saw
-
-    def attach(self, name: str, receive: Receiver) -> None:
-        if name != GATEWAY:
-            super().attach(name, receive)
-            return
-
-        def take(source: str, message: Message) -> None:
-            self._saw(source, message)
-            receive(source, message)
-
-        super().attach(name, lambda source, message: self._loop.call(take, source, message))
-
-
-class Wire:
-    """What becomes of messages: cut off, held up, lost, doubled, overtaken."""
-
-    def __init__(self, timeline: Timeline, network: Network, draw: random.Random) -> None:
-        self._timeline = timeline
-        self._network = network
-        self._draw = draw
-        self._cut: dict[str, float] = {}
-        self._slow: dict[str, float] = {}  # events held up until then
-        self._chances: dict[tuple[str, str], tuple[float, float]] = {}  # (kind, engine)
-        self._last: dict[tuple[str, str], float] = {}  # held back until then, in order
-        self.applied_of: Callable[[str], int] = lambda engine: -1  # number of the last one applied
-        self._known: dict[str, int] = {}  # that number when the present replay was asked for
-        self._answers: dict[str, int] = {}  # the replay that an engine answers: its token
-        self._latest: dict[str, float] = {}  # when the last batch of that replay arrives
-        network.interpose(self._pass)
-
-    def cut(self, engine: str, seconds: float) -> None:
-        """Nothing passes; what was said over standing connections comes when it is over."""
-        until = self._timeline.now + seconds
-        self._cut[engine] = max(self._cut.get(engine, 0.0), until)
-        self._timeline.at(until, self._reconnected, engine)
-
-    def hold_events(self, engine: str, seconds: float) -> None:
-        """Events arrive late, in order."""
-        until = self._timeline.now + seconds
-        self._slow[engine] = max(self._slow.get(engine, 0.0), until)
-
-    def chance(self, kind: str, engine: str, seconds: float, share: float) -> None:
-        """Lose, double or delay that ``share`` of the events."""
-        self._chances[kind, engine] = (self._timeline.now + seconds, share)
-
-    def is_cut(self, engine: str) -> bool:
-        """Is it cut off now?"""
-        return self._timeline.now < self._cut.get(engine, 0.0)
-
-    def _reconnected(self, engine: str) -> None:
-        if not self.is_cut(engine):
-            self._network.send(engine, GATEWAY, Subscribed())
-
-    def _pass(self, envelope: Envelope) -> Sequence[Envelope]:
-        now = self._timeline.now
-        engine = envelope.destination if envelope.source == GATEWAY else envelope.source
-        message = envelope.message
-        until = self._cut.get(engine, 0.0)
-        if now < until:
-            if isinstance(message, (*_FEED, *_NEW_CONNECTIONS)):
-                return ()
-            return self._held(envelope, until)
-        if isinstance(message, AskReplay):
-            self._known[engine] = self.applied_of(engine)
-        if isinstance(message, _FEED):
-            return self._feed(envelope, engine)
-        return self._held(envelope, 0.0)
-
-    def _held(self, envelope: Envelope, until: float) -> Sequence[Envelope]:
-        """Not before ``until``, and never before what was said earlier in this direction."""
-        return (self._delayed(envelope, until, (envelope.source, envelope.destination)),)
-
-    def _delayed(self, envelope: Envelope, until: float, line: tuple[str, str]) -> Envelope:
-        now = self._timeline.now
-        arrival = max(now + envelope.delay_s, until, self._last.get(line, 0.0) + _APART_S)
-        self._last[line] = arrival
-        return _after(envelope, max(0.0, arrival - now))
-
-    def _feed(self, envelope: Envelope, engine: str) -> Sequence[Envelope]:
-        """Batches of events are on their own. A replay comes over one connection: what it begins
-        with arrives (nothing is queued before it), so does the batch by which the sequencer knows
-        the engine again, and its end is not heard before the rest."""
-        message, draw = envelope.message, self._draw
-        replay = message if isinstance(message, Replayed) else None
-        line = (engine, "events" if replay is None else "replay")
-        first = replay is not None and (
-            self._answers.get(engine) != replay.token
-            or (replay.batch is not None and replay.batch.seq == self._known.get(engine))
-        )
-        if replay is not None and self._answers.get(engine) != replay.token:
-            self._answers[engine] = replay.token
-            self._latest[engine] = 0.0
-        ordered = self._delayed(envelope, self._slow.get(engine, 0.0), line)
-        if replay is not None and replay.batch is None:
-            late = self._latest[engine] + _APART_S - self._timeline.now
-            return (_after(ordered, max(ordered.delay_s, late)),)
-        if first or isinstance(message, Subscribed):
-            self._came(replay, engine, ordered)
-            return (ordered,)
-        if self._happens("loss", engine):
-            return ()
-        if self._happens("reorder", engine):
-            ordered = _after(
-                envelope, envelope.delay_s + draw.choice((0.01, 0.3, 3.0)) * draw.random()
-            )
-        self._came(replay, engine, ordered)
-        if not self._happens("duplicate", engine):
-            return (ordered,)
-        return ordered, _after(
-            ordered, ordered.delay_s + draw.choice((0.0, 0.2, 20.0)) * draw.random()
-        )
-
-    def _came(self, replay: Replayed | None, engine: str, envelope: Envelope) -> None:
-        """When a part of the present replay arrives: its end waits for that."""
-        if replay is not None:
-            arrival = self._timeline.now + envelope.delay_s
-            self._latest[engine] = max(self._latest[engine], arrival)
-
-    def _happens(self, kind: str, engine: str) -> bool:
-        until, share = self._chances.get((kind, engine), (0.0, 0.0))
-        return self._timeline.now < until and self._draw.random() < share
-
-
-def _after(envelope: Envelope, delay_s: float) -> Envelope:
-    return Envelope(envelope.source, envelope.destination, envelope.message, delay_s)
-
-
 class FaultWorld:
-    """One scenario: build, `run` to a time, ask. ``make_model`` gives an engine its memory."""
+    """One scenario: build, `run` to a time, ask. ``judge`` watches, and gives engines a memory."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        *,
-        make_model: Callable[[str, Layout, bytes], Model],
-        saw: Callable[[str, Message], None],
-        watcher: Watcher,
-        note: Callable[[str], None],
-        tap: Tap,
-    ) -> None:
+    def __init__(self, scenario: Scenario, judge: Judge) -> None:
         self.scenario = scenario
+        self.judge = judge
         self.timeline = Timeline()
-        self.loop = Loop(self.timeline)
-        self.network = _FaultyNetwork(self.timeline, self.loop, saw)
-        self.wire = Wire(
-            self.timeline, self.network, random.Random(f"kvatlas.wire/{scenario.seed}")
-        )
+        self.network = FaultyNetwork(self.timeline)
+        self.listening: list[str] = []  # gateways that are up
+        draw = random.Random(f"kvatlas.wire/{scenario.seed}")
+        self.wire = Wire(self.timeline, self.network, draw, self.listening)
+        self.wire.applied_of = self._applied
         self.outages = Outages()
         self.injected: Counter[str] = Counter()
-        self.left: set[str] = set()  # requests whose clients went away
-        self._note = note
-        self.ends: Counter[str] = Counter()  # how often each request's client was told
-        secret = hashlib.sha256(b"kvatlas.faults\0%d" % scenario.seed).digest()
-        self.keyring = Keyring(secret)
-        self.dispatcher = Dispatcher(
-            Directory(self.keyring, scenario.directory),
-            Router(),
-            self.keyring,
-            rules=Rules(in_flight_max=scenario.in_flight_max),
-            tap=tap,
-        )
-        self.gateway = Gateway(
-            self.loop,
-            self.network,
-            self.dispatcher,
-            spec=GatewaySpec(engine_idle_timeout_s=scenario.silence_s),
-            watchers=(watcher,),
-            feed_limits=scenario.feed,
-        )
-        self.wire.applied_of = lambda name: (self.gateway.feed(name).sequencer.next_seq or 0) - 1
+        self.clients = Clients(self, judge.will_ask)
+        self.keyring = Keyring(hashlib.sha256(b"kvatlas.faults\0%d" % scenario.seed).digest())
         self._identities = {m.name: fingerprint(m.layout, m.identity) for m in scenario.members}
         self.nodes: Nodes | None = None
-        self.ahead: SimAhead | None = None
-        if scenario.tiers is not None and scenario.tiers.ahead.on:
-            params = scenario.tiers.ahead
-            self.ahead = SimAhead(params, self.dispatcher, self.loop, self.network)
-            self.gateway.pulled = self.ahead.pulled
+        self.engines: dict[str, SimEngine] = {}
+        self.replicas = [Replica(self, host) for host in hosts_of(scenario)]
         if scenario.tiers is not None:
             self.nodes = Nodes(
                 scenario.tiers,
                 scenario.seed,
                 timeline=self.timeline,
                 network=self.network,
-                gateway=self.gateway,
+                gateways=self.listening,
                 keyring=self.keyring,
                 fingerprint=lambda engine: self._identities[engine.name],
             )
-        self.engines: dict[str, SimEngine] = {}
         for member in scenario.members:
-            self._add(member, make_model, watcher)
+            self._add(member)
+        for replica in self.replicas:
+            replica.meet()
+        self.members: Members | None = None
+        if scenario.register is not None:
+            self.members = Members(self, scenario.register)
 
-    def _add(
-        self, member: Member, make_model: Callable[[str, Layout, bytes], Model], watcher: Watcher
-    ) -> None:
+    def _add(self, member: Member) -> None:
         name = member.name
         engine = SimEngine(
             name,
@@ -276,13 +111,20 @@ class FaultWorld:
             member.spec,
             timeline=self.timeline,
             network=self.network,
-            watchers=(watcher,),
-            make_model=lambda layout: make_model(name, layout, self._identities[name]),
+            watchers=(self.judge,),
+            make_model=lambda layout: self.judge.make_model(name, layout, self._identities[name]),
             make_outside=self.nodes.tiers.side if self.nodes is not None else None,
+            gateways=self.listening,
         )
         engine.identity = self._identities[name]
         self.engines[name] = engine
-        self.gateway.add_engine(engine.publisher, member.layout, engine.identity)
+
+    def _applied(self, engine: str, gateway: str) -> int:
+        """Number of the last batch that a gateway has applied."""
+        replica = next((each for each in self.replicas if each.name == gateway), None)
+        if replica is None or not replica.up:
+            return -1
+        return (replica.gateway.feed(engine).sequencer.next_seq or 0) - 1
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -290,9 +132,12 @@ class FaultWorld:
         """Start everything and put the requests and faults on the timeline."""
         for engine in self.engines.values():
             engine.start()
-        self.gateway.start()
+        for replica in self.replicas:
+            replica.gateway.start()
+        if self.members is not None:
+            self.members.begin()
         for ask in self.scenario.asks:
-            self.timeline.at(ask.at, self._ask, ask)
+            self.timeline.at(ask.at, self.clients.ask, ask)
         for fault in self.scenario.faults:
             self.timeline.at(fault.at, self.inject, fault)
         self.timeline.at(self.scenario.heal_at, self.heal)
@@ -303,39 +148,44 @@ class FaultWorld:
         while (due := timeline.next_at()) is not None and due <= until:
             timeline.step()
 
-    def _ask(self, ask: Ask) -> None:
-        self.loop.call(self.ask, ask)
-
-    def ask(self, ask: Ask) -> None:
-        """One request, now."""
-        inquiry = Inquiry(ask.id, ask.tokens, ask.output_tokens, ask.scope, ask.adapter)
-        self.gateway.ask(inquiry, self._told)
-        if ask.leave_after_s >= 0:
-            self.timeline.after(ask.leave_after_s, self.loop.call, self.leave, ask.id)
-
-    def leave(self, id: str) -> None:
-        """The client of this request goes away, if it still waits."""
-        self.left.add(id)
-        self.gateway.leave(id)
-
-    def _told(self, outcome: Outcome) -> None:
-        self.ends[outcome.id] += 1
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended."""
+        return sum(replica.gateway.in_flight for replica in self.replicas if replica.up)
 
     # -- faults ---------------------------------------------------------------------------------
 
     def inject(self, fault: Fault) -> None:
         """Let it happen now, where it can."""
-        engine = self.engines.get(fault.target)
-        node = self.nodes.by_name(fault.target) if self.nodes is not None else None
         if fault.strikes_s >= 0.0:
             self._put_off(fault)
             return
-        if node is not None:
-            done = self._to_node(fault, node)
-        else:
-            done = self._to_world(fault) if engine is None else self._to_engine(fault, engine)
+        done = self._inject(fault)
         self.injected[fault.kind] += done
-        self._note(f"FAULT {fault.text()[12:]}" + ("" if done else ", in vain"))
+        self.judge.note(f"FAULT {fault.text()[12:]}" + ("" if done else ", in vain"))
+
+    def _inject(self, fault: Fault) -> bool:
+        if fault.kind in REGISTER_KINDS:
+            return self.members is not None and self.members.inject(fault)
+        node = self.nodes.by_name(fault.target) if self.nodes is not None else None
+        if node is not None:
+            return self._to_node(fault, node)
+        engine = self.engines.get(fault.target)
+        if engine is not None:
+            return self._to_engine(fault, engine)
+        if fault.kind == "abort":
+            for ask in self.scenario.asks:
+                self.clients.leave(ask.id)
+            return True
+        if fault.kind == "burst":  # its requests are in the plan
+            return True
+        if fault.kind == "split":
+            return self._split(fault)
+        return self._to_gateway(fault, self._replica(fault.target))
+
+    def _replica(self, host: str) -> Replica:
+        """The gateway of that host; "" is the first."""
+        return next(each for each in self.replicas if host in ("", each.host))
 
     def _put_off(self, fault: Fault) -> None:
         """Until something begins on the node that it is about, if it is over before all is healed
@@ -348,18 +198,33 @@ class FaultWorld:
 
         self.nodes.when_busy(self.nodes.of(fault.target), fault.strikes_s, strike)
 
-    def _to_world(self, fault: Fault) -> bool:
+    def _to_gateway(self, fault: Fault, replica: Replica) -> bool:
         now = self.timeline.now
+        if not replica.up:
+            return False
         match fault.kind:
             case "stall":
-                self.loop.stall(fault.duration_s)
-                self.outages.add("", now, now + fault.duration_s)
+                replica.loop.stall(fault.duration_s)
+                self.outages.add(replica.host, now, now + fault.duration_s)
             case "jump":
-                self.loop.jump(fault.amount)
-                self.outages.add("", now, now)
-            case "abort":
-                for ask in self.scenario.asks:
-                    self.loop.call(self.leave, ask.id)
+                replica.jump(fault.amount)
+                self.outages.add(replica.host, now, now)
+            case "gateway_crash":
+                replica.stop()
+                self.clients.lost(replica)
+                self.timeline.after(fault.duration_s, replica.start)
+        if self.members is not None:
+            self.members.disturb(replica.host, fault.duration_s)
+        return True
+
+    def _split(self, fault: Fault) -> bool:
+        """One gateway and one engine or agent."""
+        now, (who, host) = self.timeline.now, fault.target.split("@")
+        self.wire.cut(who, fault.duration_s, host)
+        self.outages.add(fault.target, now, now + fault.duration_s)
+        node = self.nodes.by_name(who) if self.nodes is not None else None
+        if node is not None:
+            self.timeline.after(fault.duration_s, node.connect)
         return True
 
     def _to_node(self, fault: Fault, node: SimNode) -> bool:
@@ -404,8 +269,8 @@ class FaultWorld:
             case "clock":
                 engine.clock_offset_s += fault.amount
             case "reconnect":
-                if engine.up:
-                    self.network.send(name, GATEWAY, Subscribed())
+                for gateway in self.listening if engine.up else ():
+                    self.network.send(name, gateway, Subscribed())
             case "partition":
                 self.wire.cut(name, fault.duration_s)
                 self.outages.add(name, now, now + fault.duration_s)
@@ -435,6 +300,10 @@ class FaultWorld:
 
     def heal(self) -> None:
         """Nothing is wrong any more (faults that last end by themselves before)."""
+        if self.members is not None:
+            self.members.heal()
+        for replica in self.replicas:
+            replica.start()
         for engine in self.engines.values():
             engine.resume()
             if engine.asleep:
@@ -457,7 +326,7 @@ class FaultWorld:
             self.nodes.breathe()
         for name, engine in self.engines.items():
             submit = Submit(f"probe.{name}", tokens(engine), 1)
-            self.network.send(GATEWAY, name, submit)
+            self.network.send(self.listening[0], name, submit)
 
 
 def fingerprint(layout: Layout, identity: bytes) -> bytes:

@@ -54,6 +54,7 @@ from kvatlas.sim.messages import (
 from kvatlas.sim.network import Network
 from kvatlas.sim.pair_prices import PairPrices
 from kvatlas.sim.timeline import Timeline, Timer
+from kvatlas.sim.worker import Worker
 
 __all__ = ["Gateway", "GatewaySpec", "GatewayWatcher", "Inquiry", "Outcome"]
 
@@ -72,26 +73,8 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     up_after: int = 2
 
 
-class _Worker:
-    """What the gateway knows of one engine."""
-
-    def __init__(self, publisher: Publisher, feed: Feed, role: str) -> None:
-        self.publisher = publisher
-        self.role = role
-        self.feed = feed
-        self.flights: set[str] = set()
-        self.life = 0
-        self.fingerprint = b""
-        self.up = True
-        self.asleep = False
-        self.failures = 0
-        self.successes = 0
-        self.answered = True  # the last look
-        self.reached = True  # no connection failed since the last good look
-
-
 class Gateway:
-    """Attached to the network as "gateway"."""
+    """One gateway process, attached to the network under its ``name``."""
 
     def __init__(
         self,
@@ -102,7 +85,9 @@ class Gateway:
         spec: GatewaySpec | None = None,
         watchers: Sequence[GatewayWatcher] = (),
         feed_limits: sequence.Limits = sequence.LIMITS,
+        name: str = GATEWAY,
     ) -> None:
+        self.name = name
         self.dispatcher = dispatcher
         self.spec = spec or GatewaySpec()
         self.pulled: Callable[[Pulled], None] = lambda message: None  # told to who asked for it
@@ -110,7 +95,7 @@ class Gateway:
         self._timeline = timeline
         self._network = network
         self._watchers = watchers
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, Worker] = {}
         self._agents: dict[str, Feed] = {}
         self._agent_lives: dict[str, int] = {}
         self._among: tuple[tuple[Publisher, str], ...] = ()
@@ -118,12 +103,16 @@ class Gateway:
         self._flights: dict[str, Flight] = {}
         self._looks = 0
         self._poll: Timer | None = None
-        network.attach(GATEWAY, self._receive)
+        network.attach(name, self._receive)
 
     @property
     def in_flight(self) -> int:
         """Requests that have not ended."""
         return len(self._flights)
+
+    def flights(self) -> tuple[Flight, ...]:
+        """Them, as they are (read-outs)."""
+        return tuple(self._flights.values())
 
     def feed(self, engine: str) -> Feed:
         """The event stream of one engine or agent (read-outs). Raises KeyError for others."""
@@ -134,7 +123,7 @@ class Gateway:
     ) -> None:
         """Make an engine known, before it starts. Those with role "decode" are no candidates of
         the router: they go on with what one with role "prefill" began."""
-        worker = _Worker(publisher, self._new_feed(publisher), role)
+        worker = Worker(publisher, self._new_feed(publisher), role)
         worker.fingerprint = fingerprint
         self._workers[publisher.worker] = worker
         self._pairs.add(publisher, layout, role)
@@ -152,7 +141,7 @@ class Gateway:
             self._timeline,
             self.dispatcher,
             publisher,
-            lambda message: self._network.send(GATEWAY, publisher.worker, message),
+            lambda message: self._network.send(self.name, publisher.worker, message),
             limits=self._feed_limits,
         )
 
@@ -199,7 +188,7 @@ class Gateway:
         flight = self._flights.get(id)
         if flight is not None:
             if flight.target:
-                self._network.send(GATEWAY, flight.target, Cancel(id))
+                self._network.send(self.name, flight.target, Cancel(id))
             self._leave_source(flight)
             self._end(flight, "the client left")
 
@@ -224,7 +213,7 @@ class Gateway:
         worker.flights.add(inquiry.id)
         if flight.stage is not Stage.DECODE:
             self.dispatcher.handle(Sent(inquiry.id, worker.publisher), now)
-        self._network.send(GATEWAY, name, flight.submit())
+        self._network.send(self.name, name, flight.submit())
         self._wait(flight, self.spec.connect_timeout_s)
 
     def _more(self, id: str) -> list[str]:
@@ -249,7 +238,7 @@ class Gateway:
     def _leave_source(self, flight: Flight) -> None:
         """What the prefill side keeps for it is not wanted any more."""
         if flight.prefilled_by:
-            self._network.send(GATEWAY, flight.prefilled_by, Cancel(flight.inquiry.id))
+            self._network.send(self.name, flight.prefilled_by, Cancel(flight.inquiry.id))
             flight.prefilled_by = ""
 
     def _by_load(self, *roles: str) -> list[str]:
@@ -294,14 +283,14 @@ class Gateway:
         """A timer ran out: perhaps something was heard meanwhile."""
         flight.timer = None
         if not flight.life:
-            self._network.send(GATEWAY, flight.target, Cancel(flight.inquiry.id))
+            self._network.send(self.name, flight.target, Cancel(flight.inquiry.id))
             self._unreached(flight)
             return
         left = flight.heard_at + self.spec.engine_idle_timeout_s - self._timeline.now
         if left > 0:
             flight.timer = self._timeline.after(left, self._silent, flight)
             return
-        self._network.send(GATEWAY, flight.target, Cancel(flight.inquiry.id))
+        self._network.send(self.name, flight.target, Cancel(flight.inquiry.id))
         self._broke_off(flight, "the engine fell silent")
 
     def _unreached(self, flight: Flight) -> None:
@@ -436,7 +425,7 @@ class Gateway:
             for times, count in together.values():
                 watcher.waited(list(map(sub, times[1:], times)), count)
 
-    def _lost(self, worker: _Worker, source: str, life: int) -> None:
+    def _lost(self, worker: Worker, source: str, life: int) -> None:
         """Connections broke: those that were never accepted may be tried elsewhere."""
         for id in sorted(worker.flights):
             flight = self._mine(id, source)
@@ -462,9 +451,9 @@ class Gateway:
                 worker.successes = 0
                 if worker.up and worker.failures >= self.spec.down_after + behind - 1:
                     self._set_up(worker, False)
-            self._network.send(GATEWAY, name, Look(self._looks))
+            self._network.send(self.name, name, Look(self._looks))
 
-    def _pulse(self, worker: _Worker, pulse: Pulse) -> None:
+    def _pulse(self, worker: Worker, pulse: Pulse) -> None:
         if pulse.number + round(self.spec.poll_timeout_s / self.spec.poll_s) < self._looks:
             return  # too late to count
         worker.answered = True
@@ -493,7 +482,7 @@ class Gateway:
             self._set_up(worker, True)
         self.dispatcher.handle(SetLoad(worker.publisher, pulse.requests), self._timeline.now)
 
-    def _set_up(self, worker: _Worker, up: bool) -> None:
+    def _set_up(self, worker: Worker, up: bool) -> None:
         worker.up = up
         routed = up and not worker.asleep and worker.reached
         self.dispatcher.handle(SetUp(worker.publisher, routed), self._timeline.now)

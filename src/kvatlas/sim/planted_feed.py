@@ -116,10 +116,10 @@ BUGS = (
     Bug(
         "waiting-room-and",
         "bounds",
-        f"{_ORDER}._keep",
+        "core.waiting:WaitingRoom.put",
         "both limits of the waiting room must be reached before anything is refused",
-        "self._limits.waiting_batches_max\n        or ",
-        "self._limits.waiting_batches_max\n        and ",
+        "self._batches_max or ",
+        "self._batches_max and ",
     ),
     Bug(
         "reconnect-is-nothing",

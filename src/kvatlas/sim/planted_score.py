@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from kvatlas.sim.faults_cluster import scenario
 from kvatlas.sim.faults_run import run_seed
-from kvatlas.sim.faults_tiers import scenario
-from kvatlas.sim.planted import BELOW, BUGS
+from kvatlas.sim.planted import BELOW, BESIDE, BUGS
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -28,11 +28,11 @@ class Score(msgspec.Struct, frozen=True):
 
 
 def score(name: str, seeds: Sequence[int]) -> Score:
-    """Play ``seeds`` with the bug ``name`` until one finds it; a bug below the engines is nowhere
-    in a world that has no tiers. Raises KeyError for no such bug."""
+    """Play ``seeds`` with the bug ``name`` until one finds it; worlds that do not have what
+    the bug is in are not played. Raises KeyError for no such bug."""
     bug = BUGS[name]
     for played, seed in enumerate(seeds, 1):
-        if name in BELOW and scenario(seed).tiers is None:
+        if not _can_find(name, seed):
             continue
         result = run_seed(seed, canary=name)
         if result.found:
@@ -41,6 +41,13 @@ def score(name: str, seeds: Sequence[int]) -> Score:
             told = f"{first.kind}: {first.what}"
             return Score(name, bug.kind, bug.symbol, bug.what, played, tuple(kinds), told)
     return Score(name, bug.kind, bug.symbol, bug.what, 0)
+
+
+def _can_find(name: str, seed: int) -> bool:
+    """Does the world of this seed have what the bug is in?"""
+    if name in BELOW:
+        return scenario(seed).tiers is not None
+    return name not in BESIDE or scenario(seed).replicas > 1
 
 
 def scores(names: Iterable[str], seeds: Sequence[int], jobs: int = 1) -> Iterator[Score]:

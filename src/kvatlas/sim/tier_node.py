@@ -14,7 +14,7 @@ from kvatlas.core.ledger_values import Limits
 from kvatlas.core.policy.registry import make_policy
 from kvatlas.core.records import Publisher, Tier
 from kvatlas.core.units import Part, Unit, name_of
-from kvatlas.sim.engines import GATEWAY, EventLog
+from kvatlas.sim.engines import EventLog
 from kvatlas.sim.links import Flow, LinkSpec
 from kvatlas.sim.messages import (
     AskReplay,
@@ -76,7 +76,7 @@ class SimNode:
         self.agent = self._new_agent()
         self._log = EventLog()
         self._moves: dict[int, Move] = {}
-        self._pulls: dict[str, tuple[Pull, int]] = {}  # and what of it was in dram before
+        self._pulls: dict[str, tuple[str, Pull, int]] = {}  # by whom; what was in dram before
         self._timer: Timer | None = None
         self.found_damaged: dict[int, Kept] = {}  # by identity: read-outs
         self.stuck_until = 0.0  # a fault: what is stopped before is not over before
@@ -123,12 +123,19 @@ class SimNode:
             self.tell(words.Found(Tier.DISK, tuple(units), tuple(self._sealed), tenant))
         if self._tiers.store is not None:
             self.tell(words.Told(Tier.OBJECT, self._tiers.store.catalogue()))
+        if self._tiers.turned is not None:
+            self._tiers.turned(self)
 
     def connect(self) -> None:
-        """Say which life this is, over a new connection."""
+        """Say which life this is, over new connections."""
+        for gateway in self._tiers.gateways:
+            self.connect_to(gateway)
+
+    def connect_to(self, gateway: str) -> None:
+        """The same to one gateway."""
         if self.up:
-            self._send(Pulse(0, self.life, 0))
-            self._send(Subscribed())
+            self._reply(gateway, Pulse(0, self.life, 0))
+            self._reply(gateway, Subscribed())
 
     @property
     def history(self) -> list[Batch]:
@@ -155,6 +162,8 @@ class SimNode:
         self._tiers.network.detach(self.publisher.worker)
         for side in self.sides.values():
             side.agent_gone()
+        if self._tiers.turned is not None:
+            self._tiers.turned(self)
 
     def lose(self, tier: Tier) -> None:
         """A fault: a tier is empty, and the agent is told."""
@@ -226,8 +235,8 @@ class SimNode:
                     pass
         if self._tiers.acted is not None:
             self._tiers.acted(self, effects)
-        for id in [id for id in self._pulls if not self.agent.under_way(id)]:
-            self._pulled(id)
+        for owner in [owner for owner in self._pulls if not self.agent.under_way(owner)]:
+            self._pulled(owner)
         self._arm()
 
     def announce(self, events: tuple[Event, ...]) -> None:
@@ -277,27 +286,34 @@ class SimNode:
     # -- messages -------------------------------------------------------------------------------
 
     def _send(self, message: Message) -> None:
-        self._tiers.network.send(self.publisher.worker, GATEWAY, message)
+        """To all gateways."""
+        for gateway in self._tiers.gateways:
+            self._reply(gateway, message)
+
+    def _reply(self, gateway: str, message: Message) -> None:
+        self._tiers.network.send(self.publisher.worker, gateway, message)
 
     def _receive(self, source: str, message: Message) -> None:
         match message:
             case AskReplay():
                 for answer in self._log.replay(message):
-                    self._send(answer)
-            case Pull(id, engine, keys, _, tenant):
-                self._pulls[id] = message, self._in_dram(keys)
-                self.tell(words.Pull(engine, keys, tenant, id))
+                    self._reply(source, answer)
+            case Pull(id, engine, keys, _, tenant):  # gateways number theirs alike
+                owner = f"{source} {id}"
+                self._pulls[owner] = source, message, self._in_dram(keys)
+                self.tell(words.Pull(engine, keys, tenant, owner))
             case CallOff(id):
-                self.tell(words.Release(id))
+                self.tell(words.Release(f"{source} {id}"))
             case _:
                 pass
 
-    def _pulled(self, id: str) -> None:
+    def _pulled(self, owner: str) -> None:
         """It is over: is all of it there?"""
-        pull, before = self._pulls.pop(id)
+        source, pull, before = self._pulls.pop(owner)
         _, by_tier = self.agent.depths(pull.engine, pull.keys)
         error = "" if by_tier.get(Tier.DRAM) == pull.tokens else "it did not all arrive"
-        self._send(Pulled(id, max(0, self._in_dram(pull.keys) - before), error))
+        moved_bytes = max(0, self._in_dram(pull.keys) - before)
+        self._reply(source, Pulled(pull.id, moved_bytes, error))
 
     def _in_dram(self, keys: tuple[bytes, ...]) -> int:
         return self.agent.held_bytes(keys).get(Tier.DRAM, 0)
@@ -451,6 +467,9 @@ class Move:
                 node, tier = self._tiers.nodes.get(source.node), Tier.DRAM
             held = node.held(tier) if node is not None and node.up else {}
             found += [(unit, held.get(unit.name)) for unit in source.units]
+            if tier is Tier.OBJECT and self._tiers.store is not None:
+                gone = {(self._node.name, u.name) for u in source.units if u.name not in held}
+                self._tiers.store.missed |= gone
         return found
 
     def _deliver(self, kept: Kept) -> None:

@@ -15,7 +15,7 @@ from kvatlas.core.events import Batch, UnitsGone, UnitsHeld
 from kvatlas.core.keys import Keyring
 from kvatlas.core.records import Tier
 from kvatlas.core.units import Part, Unit, name_of
-from kvatlas.sim.engines import SimEngine
+from kvatlas.sim.engines import GATEWAY, SimEngine
 from kvatlas.sim.links import Fabric, LinkSpec
 from kvatlas.sim.network import Network
 from kvatlas.sim.tier_node import SimNode
@@ -35,10 +35,12 @@ class Store:
         self.used_bytes = 0
         self.held: OrderedDict[bytes, Kept] = OrderedDict()
         self.sealed: set[bytes] = set()  # block keys of points whose record is written
+        self.missed: set[tuple[str, bytes]] = set()  # (node, name): it asked, and it was not there
 
     def put(self, kept: Kept) -> list[bytes]:
         """Write one; returns the names of what had to go."""
         unit = kept.unit
+        self.missed = {each for each in self.missed if each[1] != unit.name}
         if unit.name in self.held:
             self.held[unit.name] = kept
             return []
@@ -86,9 +88,11 @@ class Tiers:
         *,
         keyring: Keyring,
         fingerprint: Callable[[SimEngine], bytes],
+        gateways: Sequence[str] = (GATEWAY,),
     ) -> None:
         self.timeline = timeline
         self.network = network
+        self.gateways = gateways  # who listens to agents, now
         self.fabric = fabric
         self.spec = spec
         self.keyring = keyring
@@ -96,6 +100,7 @@ class Tiers:
         self.verdict: Verdict | None = None  # faults
         self.published: Callable[[SimNode, Batch], None] | None = None  # who wants to know
         self.acted: Callable[[SimNode, Sequence[words.Effect]], None] | None = None  # the same
+        self.turned: Callable[[SimNode], None] | None = None  # an agent began or ended
         self.store = Store(spec.object_bytes) if spec.object_bytes else None
         self.nodes: dict[str, SimNode] = {}
         self._node_of: dict[str, str] = {}
