@@ -64,6 +64,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Of a request that does not name its own by header. 0: none.
     ttft_slo_s: SecondsOrNone = 0.0
     deadline_s: SecondsOrNone = 0.0
+    # Other gateways of these engines; at its start this one asks them what they know.
+    peers: tuple[str, ...] = ()
+    warm_start_s: Seconds = 20.0
 
 
 class PickerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -282,6 +285,8 @@ def _check(path: Path, text: str, config: Config) -> None:
     key, why = config_tracing.fault_of(config.tracing, tls=config.tls.on)
     if key:
         raise ConfigError(f"{path}:{line_of(text, key)}: {why}")
+    if config.gateway.peers:
+        _check_peers(path, text, config)
     if config.picker.listen:
         _check_picker(path, text, config)
     _check_trust(path, text, config)
@@ -318,6 +323,19 @@ def _check_picker(path: Path, text: str, config: Config) -> None:
                 continue
         line = line_of(text, f"worker[{index}].url")
         raise ConfigError(f"{path}:{line}: worker {worker.name!r}: {worker.url!r}: {fault}")
+
+
+def _check_peers(path: Path, text: str, config: Config) -> None:
+    """They prove to each other that they have one secret."""
+    at = f"{path}:{line_of(text, 'gateway.peers')}: gateway.peers"
+    if not config.keys.secret_file:
+        raise ConfigError(f"{at}: gateways that tell each other need keys.secret_file, the same")
+    if config.router.recording:
+        raise ConfigError(f"{at}: a router.recording begins with nothing: take one of them away")
+    wanted = "https" if config.tls.on else "http or https"
+    for url in config.gateway.peers:
+        if not re.fullmatch(_HTTP_OR_HTTPS, url) or (config.tls.on and url.startswith("http:")):
+            raise ConfigError(f"{at}: {url!r}: {wanted}://HOST:PORT is wanted")
 
 
 def _check_trust(path: Path, text: str, config: Config) -> None:

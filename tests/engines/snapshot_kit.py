@@ -22,7 +22,7 @@ from kvatlas.core.layout import Group, Layout, plain
 from kvatlas.core.records import Place, Publisher, Tier
 from kvatlas.core.router import Router
 from kvatlas.core.snapshot import Restore, Taken, engine_pieces, shelf_pieces
-from kvatlas.core.snapshot_frames import Reader, Writer
+from kvatlas.core.snapshot_frames import Reader, Writer, encoded
 from kvatlas.core.snapshot_prices import prices_of
 
 RING = Keyring(b"a secret for the tests")
@@ -144,11 +144,11 @@ def frames(dispatcher: Dispatcher, ring: Keyring = RING, nonce: bytes = NONCE) -
     directory = dispatcher.directory
     for engine in directory.publishers():
         for piece in engine_pieces(directory, engine, PLACE):
-            yield writer.frame(piece)
+            yield writer.frame(encoded(piece))
     for piece in shelf_pieces(directory.shelves, dict.fromkeys(directory.shelves.agents(), PLACE)):
-        yield writer.frame(piece)
+        yield writer.frame(encoded(piece))
     for price in prices_of(dispatcher):
-        yield writer.frame(price)
+        yield writer.frame(encoded(price))
     yield writer.closing()
 
 

@@ -195,6 +195,7 @@ class Product:
             metrics=metrics,
             pages=self.assembly.pages(),
             questions=self.assembly.questions(),
+            talks=self.assembly.talks(),
             tenants=self.assembly.tenancy.tenants,
         )
         await self.gateway.start()

@@ -29,7 +29,7 @@ from kvatlas.core.events import UnitsHeld
 from kvatlas.core.keys import Keyring
 from kvatlas.core.records import Place, Publisher, Tier
 from kvatlas.core.snapshot import Restore, engine_pieces
-from kvatlas.core.snapshot_frames import FRAME_BYTES_MAX, Reader, Writer
+from kvatlas.core.snapshot_frames import FRAME_BYTES_MAX, Reader, Writer, encoded
 from kvatlas.core.snapshot_values import (
     FORMAT,
     Agent,
@@ -131,7 +131,7 @@ def test_what_is_no_piece_is_told() -> None:
         pass
 
     reader = Reader(RING, NONCE)
-    reader.feed(Writer(RING, NONCE).frame(Strange()))
+    reader.feed(Writer(RING, NONCE).frame(encoded(Strange())))
     with pytest.raises(SnapshotError, match="does not know"):
         list(reader.pieces())
 

@@ -144,7 +144,8 @@ class Restore:
             raise SnapshotError("it ends before its end")
         places: dict[Publisher, Place] = {}
         holders = 0
-        for publisher, (life, place) in self._lives.items():
+        for publisher in list(self._lives):
+            life, place = self._lives.pop(publisher)
             why = self._outdone(publisher, place)
             if why:
                 self._directory.discard(life)
@@ -155,7 +156,6 @@ class Restore:
                 continue
             places[publisher] = place
             holders += life.holders
-        self._lives = {}
         shelves = self._directory.shelves
         for agent, (own, place) in self._houses.items():
             why = self._outdone(agent, place) if agent in shelves else "it is not known here"

@@ -25,6 +25,11 @@ _decoder = msgspec.msgpack.Decoder(AnyPiece)
 _encoder = msgspec.msgpack.Encoder()
 
 
+def encoded(piece: Piece) -> bytes:
+    """One piece."""
+    return _encoder.encode(piece)
+
+
 class Writer:
     """Frames in their order."""
 
@@ -35,15 +40,14 @@ class Writer:
 
     def opening(self) -> bytes:
         """The first one."""
-        return self.frame(Opening(FORMAT))
+        return self.frame(encoded(Opening(FORMAT)))
 
     def closing(self) -> bytes:
         """The last one."""
-        return self.frame(Closing(self._count))
+        return self.frame(encoded(Closing(self._count)))
 
-    def frame(self, piece: Piece) -> bytes:
-        """The next one."""
-        body = _encoder.encode(piece)
+    def frame(self, body: bytes) -> bytes:
+        """The next one, of a piece that is `encoded`."""
         proof = _proof(self._ring, self._nonce, self._count, body)
         self._count += 1
         return b"".join((len(body).to_bytes(_HEAD_BYTES, "big"), proof, body))

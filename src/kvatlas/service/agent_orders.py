@@ -1,7 +1,7 @@
-"""What a gateway orders of a node's agent: one POST, by which it proves that it has the secret.
+"""What a gateway orders of an agent, or asks of a peer: a POST that proves that it has the secret.
 
-It names the life of the agent that is meant, and the proof is of the path, too: so that nobody
-else, and nothing old, and nothing that was said to another page can order anything.
+It names the life of whom is meant, and the proof is of the path, too: so that nobody else, and
+nothing old, and nothing that was said to another page can order anything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Order(Protocol):
 
     @property
     def life(self) -> str:
-        """Of the agent that is meant."""
+        """Of whom is meant."""
 
 
 T = TypeVar("T")
@@ -69,17 +69,17 @@ async def ask(
 
 
 def ordered(ring: Keyring, request: Request, kind: type[Kind], life: str) -> Kind | tuple[int, str]:
-    """What an agent with that ``life`` is to do; or the status of its refusal, and why."""
+    """What one with that ``life`` is to do; or the status of its refusal, and why."""
     proof = _proof(ring, request.path, request.body)
     if not hmac.compare_digest(request.header(PROOF).encode(), proof.encode()):
-        why = "give gateway and agents the same keys.secret_file"
-        return 403, f"whoever asked has another secret than this agent: {why}"
+        why = "give gateways and agents the same keys.secret_file"
+        return 403, f"whoever asked has another secret than is here: {why}"
     try:
         order = msgspec.msgpack.decode(request.body, type=kind)
     except msgspec.MsgspecError as error:
         return 400, f"not what a gateway of this version says: {error}"
     if order.life != life:
-        return 409, "this was asked of an agent that is no more: another life began here"
+        return 409, "this was asked of one that is no more: another life began here"
     return order
 
 

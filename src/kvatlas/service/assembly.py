@@ -35,7 +35,9 @@ from kvatlas.service.decision_log import DecisionLog
 from kvatlas.service.engines import TIMING, Engines, Timing, Worker
 from kvatlas.service.feed import Feed
 from kvatlas.service.feed_socket import new_curve
+from kvatlas.service.http import Request
 from kvatlas.service.http_client import HttpClient
+from kvatlas.service.http_reply import Reply
 from kvatlas.service.identity import (
     UNKNOWN,
     configured_layout,
@@ -49,13 +51,15 @@ from kvatlas.service.purge import purger_of
 from kvatlas.service.recording import Recorder
 from kvatlas.service.register import RegisterPort, open_register
 from kvatlas.service.replica import Replica
+from kvatlas.service.snapshots import SNAPSHOT, Snapshots
 from kvatlas.service.steer import Inbound
 from kvatlas.service.steering import Rank, Steering
 from kvatlas.service.tenancy import Tenancy
-from kvatlas.service.tls import to_agents, to_engines
+from kvatlas.service.tls import to_agents, to_engines, to_gateways
 from kvatlas.service.tokens import Tokenizer
 from kvatlas.service.transport_watch import TransportWatch
 from kvatlas.service.verify import Endpoint
+from kvatlas.service.warm_start import WarmStart
 from kvatlas.workload.profiles import prefill_flops_per_s
 from kvatlas.workload.proofs import Runtime, all_proofs, settled
 
@@ -123,6 +127,10 @@ class Assembly:
         self.ahead = CopiesAhead(config.ahead, self.dispatcher, keyring, self.agents_client, clock)
         self.transports = TransportWatch(self.steering.transports, self.timing)
         self.page = LivePage(self, clock)
+        self.snapshots = Snapshots(keyring, self.dispatcher, lambda: self.feed)
+        self.peers_client = HttpClient(outgoing=to_gateways(trust) if trust is not None else None)
+        self.warm = WarmStart(keyring, self.dispatcher, lambda: self.feed, self.peers_client)
+        self.steering.health_notes.append(self.warm.notes)
         self.layout_errors: dict[str, str] = {}
         self.members: dict[str, Member] = {}  # worker → what it computes with
         self.feed: Feed
@@ -163,6 +171,12 @@ class Assembly:
         await self.engines.first_look(_FIRST_LOOK_S)
         self._copy_state()
         self._sync = asyncio.create_task(self._keep_in_step(), name="health to router")
+        await self.warm.run(self._peers(), self.config.gateway.warm_start_s)
+
+    def _peers(self) -> tuple[str, ...]:
+        """Gateways to ask at the start; none where a recorded run has to begin with nothing."""
+        members = self.replica.peers() if self.replica is not None else ()
+        return (*self.config.gateway.peers, *members) if self.recorder is None else ()
 
     async def reload(self, config: Config) -> None:
         """Take up workers and agents of another file: new ones are watched, missing ones forgotten.
@@ -232,6 +246,7 @@ class Assembly:
             await self.tokenizer.close()
         await self.client.close()
         await self.agents_client.close()
+        await self.peers_client.close()
         self.log.close()
         if self.recorder is not None:
             self.recorder.close()
@@ -287,7 +302,7 @@ class Assembly:
     async def _keep_in_step(self) -> None:
         while True:
             self._copy_state()
-            self.ahead.core.leads = self.replica is None or self.replica.leads
+            self.ahead.look(leads=self.replica is None or self.replica.leads)
             self.dispatcher.handle(Sweep(50_000), self._clock())
             await asyncio.sleep(self.timing.poll_s / 2)
 
@@ -376,6 +391,10 @@ class Assembly:
     def questions(self) -> dict[str, Callable[[Inbound], Awaitable[object]]]:
         """The gateway's POST paths beside the API."""
         return {"/kvatlas/inspect": self.inspector.inspect} | self.tenancy.questions()
+
+    def talks(self) -> dict[str, Callable[[Request, Reply], Awaitable[None]]]:
+        """Its paths for other gateways."""
+        return {SNAPSHOT: self.snapshots.answer}
 
 
 def _draining(config: Config) -> frozenset[str]:

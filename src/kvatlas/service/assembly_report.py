@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvatlas.core.checks_engine import untested
 from kvatlas.core.compat import Member, not_shared
 from kvatlas.service.inspection import sizes
@@ -75,6 +77,7 @@ class Report:
             "muted": [str(p) for p in of.directory.muted()],
             "decisions": of.steering.decisions,
             "fallbacks": dict(of.steering.fallbacks),
+            "start": msgspec.to_builtins(of.warm.start),
         }
 
     def notes(self) -> Problems:

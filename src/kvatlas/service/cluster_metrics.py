@@ -27,6 +27,8 @@ class ClusterMetrics(Collector):
         yield from self._transports()
         yield from self._tokenizer()
         yield from self._assembly.ahead.metrics()
+        yield from self._assembly.warm.metrics()
+        yield from self._assembly.snapshots.metrics()
 
     def _directory(self) -> Iterator[Metric]:
         directory, steering = self._assembly.directory, self._assembly.steering

@@ -13,19 +13,18 @@ import contextlib
 import logging
 import struct
 from collections import deque
-from collections.abc import Iterable
-from typing import Protocol
 
-import msgspec
 import zmq
 
 from kvatlas.core import sequence
-from kvatlas.core.claims import Applied
 from kvatlas.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvatlas.core.records import Publisher
+from kvatlas.core.records import Place, Publisher
 from kvatlas.core.sequence import Apply, Effect, Replay, Reset, Sequencer
 from kvatlas.service import wire
 from kvatlas.service.feed_socket import FAILED, MONITORED, Curve, attach, tune
+from kvatlas.service.feed_values import Claims, FeedStatus, Source
+
+__all__ = ["Claims", "Feed", "FeedStatus", "Source"]
 
 log = logging.getLogger(__name__)
 
@@ -38,52 +37,6 @@ _REPLAY_QUEUE_MAX = 100_000  # an engine sends its whole buffer at once
 _REOPEN_S = 5.0
 _END = b"\xff" * 8
 _SEQ_MAX = 1 << 63  # engines count from 0
-
-
-class Source(msgspec.Struct, frozen=True):
-    """Where one publisher's events are. ``replay`` "" means it cannot be asked again.
-
-    ``bind`` True: the engine connects to us at ``endpoint``; False: we connect to it. None: bind
-    if that address is ours and free, else connect (a vLLM engine connects to every concrete TCP
-    address in its configuration, but reports one that it bound by itself in the same way).
-    ``curve_key``: by which its sender is known, and what it sends is encrypted; "": in the clear.
-    """
-
-    endpoint: str
-    replay: str = ""
-    bind: bool | None = False
-    topic: str = ""
-    curve_key: str = ""
-
-
-class Claims(Protocol):
-    """Where events go: `core.directory.Directory`."""
-
-    def apply(self, publisher: Publisher, events: Iterable[Event]) -> Applied: ...
-
-    def reset(self, publisher: Publisher) -> None: ...
-
-    def believe(self, publisher: Publisher, believed: bool) -> None: ...
-
-
-class FeedStatus(msgspec.Struct):
-    """One publisher's stream, as plain numbers. Live: read it, do not keep it."""
-
-    publisher: Publisher
-    source: Source
-    connected: bool = False
-    bound: bool = False
-    error: str = ""  # why there is no stream at all, "" otherwise
-    messages: int = 0
-    events: int = 0
-    malformed: int = 0  # events that could not be decoded, and messages of a wrong shape
-    unknown: int = 0
-    epoch: int = 0
-    replaying: bool = False
-    last_event_s: float = -1.0  # on the event loop's clock
-    applied: Applied = msgspec.field(default_factory=Applied)
-    stream: sequence.Counters = msgspec.field(default_factory=sequence.Counters)
-    reasons: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Feed:
@@ -160,6 +113,34 @@ class Feed:
         stream = self._streams.get(publisher)
         return stream is not None and stream.idle
 
+    # -- for snapshots --------------------------------------------------------------------------
+
+    def hold(self, publisher: Publisher) -> bool:
+        """Apply what was read of it, and read no more before `release`. True once nothing is left:
+        from then on nothing of it is applied."""
+        stream = self._streams.get(publisher)
+        return stream is None or stream.hold()
+
+    def release(self, publisher: Publisher) -> None:
+        """It goes on."""
+        stream = self._streams.get(publisher)
+        if stream is not None:
+            stream.release()
+
+    def place(self, publisher: Publisher) -> Place | None:
+        """As `Sequencer.place`, of what is applied; None for one that is not followed."""
+        stream = self._streams.get(publisher)
+        return stream.sequencer.place() if stream is not None and stream.settled else None
+
+    def outdone(self, publisher: Publisher, place: Place) -> str:
+        """As `Sequencer.outdone`."""
+        stream = self._streams.get(publisher)
+        return "it is not followed here" if stream is None else stream.sequencer.outdone(place)
+
+    def take_up(self, publisher: Publisher, place: Place) -> None:
+        """As `Sequencer.take_up`: its claims are there already, and in doubt."""
+        self._streams[publisher].take_up(place)
+
     async def close(self) -> None:
         """Closes every socket."""
         for publisher in list(self._streams):
@@ -210,7 +191,7 @@ class _Stream:
         self._publisher = publisher
         self._decoder = wire.Decoder()
         self._limits = limits
-        self._sequencer = Sequencer(can_replay=bool(source.replay), limits=limits)
+        self.sequencer = Sequencer(can_replay=bool(source.replay), limits=limits)
         self._backlog: deque[Event] = deque()
         self._sub: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -220,6 +201,8 @@ class _Stream:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
         self._reopen: asyncio.TimerHandle | None = None
+        self._held = False  # nothing more is read
+        self._still = False  # nor applied
         self.queued = False
         self.closed = False
         self.status = FeedStatus(publisher, source)
@@ -271,9 +254,12 @@ class _Stream:
         """A fault of ours in this stream: nothing of it is believed, and it begins anew."""
         log.error("%s: its KV events cannot be followed", self._publisher, exc_info=error)
         self._close_sockets()
-        self._sequencer = Sequencer(can_replay=self._sequencer.can_replay, limits=self._limits)
-        self._feed._claims.reset(self._publisher)
+        self._begin_anew()
         self._not_open(f"following its events failed ({type(error).__name__}); see the log")
+
+    def _begin_anew(self) -> None:
+        self.sequencer = Sequencer(can_replay=self.sequencer.can_replay, limits=self._limits)
+        self._feed._claims.reset(self._publisher)
 
     def close(self) -> None:
         self.closed = True
@@ -284,6 +270,8 @@ class _Stream:
     def _close_sockets(self) -> None:
         self.status.connected = False
         self._backlog.clear()
+        if self.sequencer.behind:  # it told of the past only, or a peer did: nobody will know more
+            self._begin_anew()
         self._believe(True)
         if self._timer is not None:
             self._timer.cancel()
@@ -309,7 +297,7 @@ class _Stream:
         except zmq.ZMQError as error:
             dealer.close(0)
             log.warning("%s: no replay: %s", self._publisher, error)
-            self._perform(self._sequencer.replay_failed(replay.token, self._loop.time()))
+            self._perform(self.sequencer.replay_failed(replay.token, self._loop.time()))
             return
         self._dealer = dealer
         self._loop.add_reader(int(dealer.get(zmq.FD)), self._feed._wake, self)
@@ -325,11 +313,13 @@ class _Stream:
 
     def turn(self) -> bool:
         """Do a little of what waits; returns whether more does."""
-        if self.closed or self._sub is None or self._monitor is None:
+        if self.closed or self._still or self._sub is None or self._monitor is None:
             return False
         if self._backlog:
             self._apply()
             return True
+        if self._held:
+            return False
         while self._monitor is not None and (frames := _receive(self._monitor)) is not None:
             self._on_monitor(frames)
         if self._sub is None:
@@ -364,7 +354,7 @@ class _Stream:
             return
         self.status.connected = event is zmq.Event.HANDSHAKE_SUCCEEDED
         if self.status.connected:
-            self._perform(self._sequencer.connected(self._loop.time()))
+            self._perform(self.sequencer.connected(self._loop.time()))
 
     def _on_live(self, frames: list[bytes]) -> None:
         self.status.messages += 1
@@ -379,7 +369,7 @@ class _Stream:
         self.status.last_event_s = now = self._loop.time()
         self.status.malformed += batch.malformed
         self.status.unknown += batch.unknown
-        self._perform(self._sequencer.offer(batch, now))
+        self._perform(self.sequencer.offer(batch, now))
 
     def _on_replay(self, frames: list[bytes]) -> None:
         now = self._loop.time()
@@ -388,19 +378,19 @@ class _Stream:
             return
         if frames[-2] == _END:
             self._close_dealer()
-            self._perform(self._sequencer.replay_done(self._token, now))
+            self._perform(self.sequencer.replay_done(self._token, now))
             return
         seq = int.from_bytes(frames[-2], "big")
         if seq >= _SEQ_MAX:
             self.status.malformed += 1
             return
         batch = self._decoder.decode(seq, frames[-1])
-        self._perform(self._sequencer.replayed(self._token, batch, now))
+        self._perform(self.sequencer.replayed(self._token, batch, now))
 
     # -- effects --------------------------------------------------------------------------------
 
     def _perform(self, effects: list[Effect]) -> None:
-        if self._sequencer.behind:
+        if self.sequencer.behind:
             self._believe(False)
         for effect in effects:
             if isinstance(effect, Apply):
@@ -413,9 +403,9 @@ class _Stream:
                 self._open_dealer(effect)
         if self._backlog:
             self._feed._wake(self)
-        elif not self._sequencer.behind:
+        elif not self.sequencer.behind:
             self._believe(True)
-        if self._sequencer.asked != self._token:
+        if self.sequencer.asked != self._token:
             self._close_dealer()  # nobody listens any more to what it may still say
         self._arm()
 
@@ -436,7 +426,7 @@ class _Stream:
         applied = self._feed._claims.apply(self._publisher, chunk)
         self.status.events += len(chunk)
         self.status.applied.add(applied)
-        effects = self._sequencer.orphaned(self._loop.time()) if applied.orphans else []
+        effects = self.sequencer.orphaned(self._loop.time()) if applied.orphans else []
         self._perform(effects)
 
     def _believe(self, believed: bool) -> None:
@@ -445,15 +435,33 @@ class _Stream:
             self._believed = believed
             self._feed._claims.believe(self._publisher, believed)
 
+    @property
+    def settled(self) -> bool:
+        return not self._backlog
+
+    def hold(self) -> bool:
+        self._held = True
+        self._still = self._still or self.settled
+        return self._still
+
+    def release(self) -> None:
+        self._held = self._still = False
+        self._feed._wake(self)
+
+    def take_up(self, place: Place) -> None:
+        self._backlog.clear()
+        self._believe(False)
+        self._perform(self.sequencer.take_up(place, self._loop.time()))
+
     def restarted(self, reason: str) -> None:
-        self._perform(self._sequencer.restarted(reason, self._loop.time()))
+        self._perform(self.sequencer.restarted(reason, self._loop.time()))
 
     def dropped(self, reason: str, awake: bool) -> None:
         self._close_dealer()
-        self._perform(self._sequencer.dropped(reason, awake=awake))
+        self._perform(self.sequencer.dropped(reason, awake=awake))
 
     def _arm(self) -> None:
-        deadline = self._sequencer.next_deadline()
+        deadline = self.sequencer.next_deadline()
         if deadline == self._timer_at:
             return
         if self._timer is not None:
@@ -466,7 +474,7 @@ class _Stream:
     def _tick(self) -> None:
         self._timer = self._timer_at = None
         try:
-            self._perform(self._sequencer.tick(self._loop.time()))
+            self._perform(self.sequencer.tick(self._loop.time()))
         except Exception as error:
             self.broke(error)
         self._feed._wake(self)
@@ -475,13 +483,13 @@ class _Stream:
 
     @property
     def idle(self) -> bool:
-        return self.status.connected and not self._backlog and not self._sequencer.replaying
+        return self.status.connected and not self._backlog and not self.sequencer.replaying
 
     def report(self) -> FeedStatus:
         status = self.status
-        status.epoch = self._sequencer.epoch
-        status.replaying = self._sequencer.replaying
-        status.stream = self._sequencer.counters
+        status.epoch = self.sequencer.epoch
+        status.replaying = self.sequencer.replaying
+        status.stream = self.sequencer.counters
         status.reasons = self._decoder.reasons
         return status
 

@@ -42,6 +42,7 @@ from kvatlas.service.pages import (
     Page,
     Question,
     Status,
+    Talk,
     Writer,
     barely,
     is_open,
@@ -70,7 +71,7 @@ _TEXT: tuple[bytes, bytes] = (b"content-type", b"text/plain; version=0.0.4; char
 
 class Gateway:
     """Serves one address. ``pages`` are further GET paths; one that ends in "/" is a prefix.
-    ``questions`` are POST paths that take a JSON object."""
+    ``questions`` are POST paths that take a JSON object, ``talks`` paths for other gateways."""
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class Gateway:
         metrics: GatewayMetrics | None = None,
         pages: Mapping[str, Page] | None = None,
         questions: Mapping[str, Question] | None = None,
+        talks: Mapping[str, Talk] | None = None,
         limits: Limits | None = None,
         trust: Trust | None = None,
         guard: Guard | None = None,
@@ -92,6 +94,7 @@ class Gateway:
         self._guard = guard or Guard(AdminConfig(), closed=False)
         self._tenants = tenants
         self._questions = dict(questions or {})
+        self._talks = dict(talks or {})
         self.metrics = metrics or GatewayMetrics()
         self._steer = steer
         self._client = HttpClient(
@@ -148,6 +151,8 @@ class Gateway:
         path = request.path
         if path.startswith("/v1/"):
             await self._answer_api(request, reply, path)
+        elif path in self._talks:
+            await self._answer_gateway(request, reply, self._talks[path])
         else:
             await self._answer_page(request, reply, path)
 
@@ -256,6 +261,16 @@ class Gateway:
         )
         await relay.run()
         return relay.status
+
+    # other gateways
+
+    async def _answer_gateway(self, request: Request, reply: Reply, talk: Talk) -> None:
+        try:
+            if self._trust is not None:  # else their secret is their only proof
+                self._guard.admit(request, "change", parts=("gateway",))
+            await talk(request, reply)
+        except RequestError as error:
+            _refuse(reply, error, request_id_of(request))
 
     # everything else
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from kvatlas.config_tls import Right
+from kvatlas.service.http import Request
 from kvatlas.service.http_reply import Reply
 from kvatlas.service.steer import Inbound
 
@@ -19,6 +20,9 @@ Page = Callable[[str], Awaitable[object]]
 
 #: A question to the service itself: gets a request as the API would, by POST; answers as a page.
 Question = Callable[[Inbound], Awaitable[object]]
+
+#: What only other gateways ask: it answers as it likes. Raises RequestError.
+Talk = Callable[[Request, Reply], Awaitable[None]]
 
 PROBES = ("/health", "/ready")  # anybody may ask them
 _SHELLS = ("/kvatlas", "/kvatlas/")  # and for these, which hold nothing of the cluster

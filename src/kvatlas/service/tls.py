@@ -233,6 +233,11 @@ def to_agents(trust: Trust) -> Outgoing:
     return Outgoing(lambda: trust.client, lambda der: check(der, ("agent",)), lambda host: False)
 
 
+def to_gateways(trust: Trust) -> Outgoing:
+    """From one of their peers."""
+    return Outgoing(lambda: trust.client, lambda der: check(der, ("gateway",)), lambda host: False)
+
+
 def to_engines(trust: Trust) -> Outgoing:
     """From a gateway: an engine has a certificate of the cluster, or none of it and one of
     ``tls.engines_ca``."""
