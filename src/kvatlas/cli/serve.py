@@ -28,6 +28,7 @@ from kvatlas.service.cluster_metrics import ClusterMetrics
 from kvatlas.service.gateway import Gateway, Page, Question
 from kvatlas.service.http_client import origin_of
 from kvatlas.service.metrics import GatewayMetrics
+from kvatlas.service.pages import Talk
 from kvatlas.service.steer import Steer
 from kvatlas.service.tenants import Tenants
 from kvatlas.service.tracing import Traced
@@ -107,6 +108,7 @@ async def _serve(path: Path, config: Config) -> int:
             metrics=metrics,
             pages=assembly.pages(),
             questions=assembly.questions(),
+            talks=assembly.talks(),
             picker=picker,
             tenants=tenants,
             safety=safety,
@@ -175,6 +177,7 @@ async def serve(
     metrics: GatewayMetrics | None = None,
     pages: Mapping[str, Page] | None = None,
     questions: Mapping[str, Question] | None = None,
+    talks: Mapping[str, Talk] | None = None,
     picker: Picker | None = None,
     tenants: Tenants | None = None,
     safety: Safety | None = None,
@@ -186,6 +189,7 @@ async def serve(
         metrics=metrics,
         pages=pages,
         questions=questions,
+        talks=talks,
         tenants=tenants,
         trust=safety.trust if safety is not None else None,
         guard=safety.guard if safety is not None else None,
