@@ -287,3 +287,69 @@ def test_what_a_push_is_worth_is_learnt_by_what_it_looked_to_be_worth_and_of_who
     assert ended(b"z", -3.0, True) == pytest.approx(0.1)
     assert ended(b"w", -3.0, False) == 0.0  # nothing is known of such
     assert turns.back([b"v"]) is None
+
+
+# -- nodes that drain -----------------------------------------------------------------------------
+
+
+def drained(count: int = 3, **params: object) -> Stand:
+    """The first node served some prompts, which lie in its dram, and drains."""
+    stand = Stand(**({"replicate": False, "move": True} | params))
+    for i in range(count):
+        prompt = tokens((i + 1, BLOCKS))
+        stand.hold(AGENTS[0], stand.keys(prompt))
+        chosen = stand.ask(f"r{i}", prompt)
+        assert chosen == ENGINES[0]
+        stand.tell(Finished(f"r{i}", chosen, True, BLOCKS * GRID, 0.1))
+        stand.now += 100.0
+    stand.effects += stand.core.drain([AGENTS[0]], stand.now)
+    return stand
+
+
+def test_what_a_node_that_drains_has_is_handed_on_the_last_first() -> None:
+    stand = drained(copies_max=1, bandwidth_share=1.0)
+    for number in (3, 2, 1):
+        order = stand.copied()
+        assert (order.why, order.source) == (Why.MOVE, AGENTS[0])
+        assert order.agent in AGENTS[1:]
+        assert list(order.keys) == stand.keys(tokens((number, BLOCKS)))
+        stand.later(1.0)
+    assert len(stand.orders) == 3
+    assert stand.core.tallies[Why.MOVE].ended == {"arrived": 3}
+    assert stand.core.next_deadline() is None or not stand.core.under_way
+
+
+def test_moves_keep_to_their_share_of_a_node() -> None:
+    stand = drained(copies_max=8, bandwidth_share=0.01)
+    assert len(stand.orders) == 1
+    stand.later(0.5)
+    assert len(stand.orders) == 1
+    stand.later(600.0)
+    assert len(stand.orders) == 3
+
+
+def test_what_others_have_too_is_not_moved_and_nothing_goes_where_they_drain() -> None:
+    stand = drained(0)
+    prompt = tokens((1, BLOCKS))
+    for agent in AGENTS[:2]:
+        stand.hold(agent, stand.keys(prompt))
+    chosen = stand.ask("r", prompt)
+    stand.tell(Finished("r", chosen, True, BLOCKS * GRID, 0.1))
+    stand.effects += stand.core.drain(AGENTS[:1], stand.now)
+    assert not stand.orders
+    stand.effects += stand.core.drain(AGENTS[:2], stand.now)
+    (order,) = stand.orders
+    assert order.agent == AGENTS[2]
+    stand.effects += stand.core.drain([], stand.now)
+    assert stand.core.next_deadline() is not None  # the copy that is under way
+
+
+def test_who_does_not_lead_moves_nothing() -> None:
+    stand = drained(0)
+    stand.core.leads = False
+    prompt = tokens((1, BLOCKS))
+    stand.hold(AGENTS[0], stand.keys(prompt))
+    chosen = stand.ask("r", prompt)
+    stand.tell(Finished("r", chosen, True, BLOCKS * GRID, 0.1))
+    stand.effects += stand.core.drain([AGENTS[0]], stand.now)
+    assert not stand.orders

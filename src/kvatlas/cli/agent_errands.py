@@ -50,6 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--adapter", default="", help="LoRA adapter of the prompt, with --tokens")
     add("--to", metavar="TIER", help=f"of push: disk or object ({_PUSH_TO})")
     add("--for", dest="for_s", type=float, metavar="S", help=f"of pin ({_PIN_S:g})")
+    add("--linger", type=float, default=0.0, metavar="S", help="of drain: let others read so long")
     add("--name", default="", help="by which it is called off (default: one is made)")
     add("--wait", type=float, default=0.0, metavar="S", help="until it is done, so long at most")
 
@@ -73,7 +74,7 @@ def _message(args: argparse.Namespace) -> wire.FromOperator:
                 raise ConfigError(f"agent {args.what}: {option} is of {whose} alone")
         return _errand(args)
     if args.what == "drain" and not args.names:
-        return wire.Drain()
+        return wire.Drain(args.linger)
     if args.what in ("cancel", "unpin") and len(args.names) == 1:
         return wire.Recall(args.names[0])
     if args.what == "resize" and len(args.names) == 1 and "=" in args.names[0]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence, Sized
+from collections.abc import Collection, Sequence, Sized
 from typing import TypeVar
 
 import msgspec
 
 from kvatlas.core.ahead_books import Heats, Turns
 from kvatlas.core.ahead_copies import Account, Copied, Copies, Effect, Params, Tally, Why
+from kvatlas.core.ahead_moves import AGAIN_S, Moves
 from kvatlas.core.cost import EngineCost
 from kvatlas.core.dispatch import (
     Dispatcher,
@@ -68,11 +69,12 @@ class Ahead:
         #: Whether hot prefixes are this gateway's to copy: of several, one does it. Prompts that
         #: it has served itself are pushed by each.
         self.leads = True
-        self._params = params
+        self.params = params
         self._dispatcher = dispatcher
         self._copies = Copies(params)
         self._heats = Heats(params.horizon_s)
         self._turns = Turns(params.horizon_s)
+        self._moves: Moves[_Prompt] = Moves()
         self._homes: dict[Publisher, Publisher] = {}  # engine → agent of its node
         self._asked: OrderedDict[str, _Prompt] = OrderedDict()
         self._flights: OrderedDict[str, _Flight] = OrderedDict()
@@ -94,6 +96,7 @@ class Ahead:
                 self._finished(event)
             case Copied():
                 self._copies.ended(event, now)
+                self._move()
             case Settle(agent, engines):
                 self._leave(agent)
                 self._homes |= dict.fromkeys(engines, agent)
@@ -109,11 +112,25 @@ class Ahead:
         """Do what is due."""
         self._now = now
         self._copies.tick(now)
+        if 0 <= self._moves.due <= now:
+            self._move()
+        return self._taken()
+
+    def drain(self, agents: Collection[Publisher], now: float) -> tuple[Effect, ...]:
+        """These agents drain now, and no others: nothing is copied there, and what they have is
+        handed on."""
+        self._now = now
+        self._moves.drain(agents, now)
+        if self._moves.due == now:
+            self._move()
         return self._taken()
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do; None: nothing is due."""
-        return self._copies.next_deadline()
+        due = self._copies.next_deadline()
+        if self._moves.due < 0:
+            return due
+        return self._moves.due if due is None else min(due, self._moves.due)
 
     def _taken(self) -> tuple[Effect, ...]:
         out, self._copies.out = self._copies.out, []
@@ -144,6 +161,7 @@ class Ahead:
         books: tuple[Sized, ...] = (
             self._heats,
             self._turns,
+            self._moves,
             self._asked,
             self._flights,
             self._homes,
@@ -161,9 +179,9 @@ class Ahead:
         if prompt is None:
             return
         _remember(self._asked, decision.id, prompt)
-        if self._params.push:
+        if self.params.push:
             self._came_back(prompt)
-        if self._params.replicate and self.leads:
+        if self.params.replicate and self.leads:
             self._replicate(prompt)
 
     def _prompt(self, event: Question, decision: Decision) -> _Prompt | None:
@@ -237,7 +255,10 @@ class Ahead:
             if event.ttft_s >= 0 and flight.elsewhere_s < math.inf:
                 tally.predicted_s += flight.elsewhere_s - flight.plan.price.ttft_s
                 tally.measured_s += flight.elsewhere_s - event.ttft_s
-        if self._params.push:
+        home = self._homes.get(flight.plan.publisher)
+        if self.params.move and home is not None and flight.prompt.keys:
+            self._moves.served(flight.prompt.keys[-1], home, flight.prompt)
+        if self.params.push:
             self._answered(flight)
 
     # -- hot prefixes ---------------------------------------------------------------------------
@@ -256,6 +277,7 @@ class Ahead:
         for account in coming:
             if account.order.agent in computed:
                 self._copies.recall(account, "held_meanwhile")
+        there |= self._moves.draining
         without = [p for p in prompt.plans if self._homes[p.publisher] not in there]
         if not without:
             return
@@ -277,7 +299,7 @@ class Ahead:
     def _fades_at(self, expected_s: float, cost_s: float) -> float:
         """When it will be worth half of what it costs, if nothing more is seen."""
         twice = 2 * expected_s / cost_s
-        return self._now + self._params.horizon_s * math.log(twice) if twice > 1 else self._now
+        return self._now + self.params.horizon_s * math.log(twice) if twice > 1 else self._now
 
     def _order(
         self, why: Why, prompt: _Prompt, blocks: int, engine: Publisher, expected_s: float
@@ -313,6 +335,47 @@ class Ahead:
         )
         return True
 
+    # -- nodes that drain -----------------------------------------------------------------------
+
+    def _move(self) -> None:
+        """Hand on what they have, as far as it may be copied now."""
+        moves = self._moves
+        if not (self.params.move and self.leads) or moves.due < 0:
+            return
+        moves.due = -1.0
+        for key, home, prompt in moves.waiting():
+            if self._moved(home, prompt):
+                moves.done(key)
+            else:  # others are under way, or it has had its share of the node
+                moves.due = self._now + AGAIN_S
+                return
+
+    def _moved(self, home: Publisher, prompt: _Prompt) -> bool:
+        """Whether it is ordered, or need not be; False: not now."""
+        lends = self._dispatcher.directory.lends
+        blocks = lends(home, prompt.keys, prompt.fingerprint)
+        waits = {
+            publisher: wait_s
+            for publisher, wait_s in self._dispatcher.router.waits(self._now).items()
+            if self._homes.get(publisher, home) not in self._moves.draining
+            and self._fingerprint(publisher) == prompt.fingerprint
+        }
+        others = {self._homes[publisher] for publisher in waits}
+        keys = prompt.keys[:blocks]
+        if not blocks or any(lends(a, keys, prompt.fingerprint) == blocks for a in others):
+            return True
+        if not waits:
+            return True  # there is nobody to have it
+        target = min(waits, key=lambda p: (waits[p], p))
+        tokens = blocks * prompt.layout.grid_tokens
+        worth_s = self._cost(target).recompute_s(0, tokens)
+        if worth_s <= self._copies.cost_s(prompt.layout.load_bytes(tokens)):
+            return True
+        if self._copies.room((self._homes[target], home), self._now):
+            return False
+        self._order(Why.MOVE, prompt, blocks, target, worth_s)
+        return True
+
     # -- the next turn --------------------------------------------------------------------------
 
     def _answered(self, flight: _Flight) -> None:
@@ -324,7 +387,7 @@ class Ahead:
         waits = {
             publisher: wait_s
             for publisher, wait_s in router.waits(self._now).items()
-            if self._homes.get(publisher, home) != home
+            if self._homes.get(publisher, home) not in {home, *self._moves.draining}
             and self._fingerprint(publisher) == prompt.fingerprint
         }
         if not waits:

@@ -26,13 +26,15 @@ WATCH = 5.0  # horizons for which a copy is watched: a next turn may take its ti
 
 class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``replicate``: prefixes that many wait for are copied to idle nodes; ``push``: prompts to
-    where their next turn will go. ``copies_max``: under way at a time; ``bandwidth_share``: of each
+    where their next turn will go; ``move``: what a node that drains has of prompts that were asked
+    for lately goes to others. ``copies_max``: under way at a time; ``bandwidth_share``: of each
     node's time, what copies may take in the long run; ``horizon_s``: over which the past counts (an
     observation fades by e), and for five times of which a copy is watched. ``bytes_per_s``: between
     nodes, until copies were measured: with too low a rate none may ever be."""
 
     replicate: bool = False
     push: bool = False
+    move: bool = False
     copies_max: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
     bandwidth_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
     horizon_s: Annotated[float, msgspec.Meta(ge=1, le=86_400)] = 60.0
@@ -41,7 +43,7 @@ class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def on(self) -> bool:
         """Whether there is anything to do."""
-        return self.replicate or self.push
+        return self.replicate or self.push or self.move
 
 
 class Why(enum.StrEnum):
@@ -49,6 +51,7 @@ class Why(enum.StrEnum):
 
     REPLICATE = "replicate"
     PUSH = "push"
+    MOVE = "move"
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):

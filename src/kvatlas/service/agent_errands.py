@@ -32,6 +32,7 @@ PIN_S_MAX = 3600.0
 PIN_SHARE = 0.5  # of a tier, by all pins together: engines must find room, too
 NAME_MAX = 128
 SEEK_S = 2.0  # to look into shared tiers: nobody's request waits for it
+LINGER_S_MAX = 3600.0
 _LOOK_S = 0.05  # between looks at whether a drain is over
 
 
@@ -115,8 +116,8 @@ class Errands:
                 return {"name": name, "recalled": True}
             case wire.Resize(tier, size_bytes):
                 return self._resize(tier, size_bytes)
-            case wire.Drain():
-                return self._drain()
+            case wire.Drain(linger_s):
+                return self._drain(linger_s)
 
     def status(self) -> dict[str, object]:
         """Those that are not over, by name."""
@@ -293,14 +294,17 @@ class Errands:
             "leaving_bytes": usage.leaving_bytes,
         }
 
-    def _drain(self) -> dict[str, object]:
+    def _drain(self, linger_s: float) -> dict[str, object]:
+        if not 0 <= linger_s <= LINGER_S_MAX:
+            raise EngineError(f"linger_s {linger_s}: 0 to {LINGER_S_MAX:g} seconds")
         if self._draining is None:
             self._driver.tell(words.Drain())
             self.draining.set()
-            self._draining = self._loop.create_task(self._wait_drained(), name="drain")
+            self._draining = self._loop.create_task(self._wait_drained(linger_s), name="drain")
         return {"draining": True, "busy": self._core.busy}
 
-    async def _wait_drained(self) -> None:
+    async def _wait_drained(self, linger_s: float) -> None:
+        await asyncio.sleep(linger_s)
         while not self._core.drained:  # noqa: ASYNC110 - the machine tells nobody
             await asyncio.sleep(_LOOK_S)
         self.drained.set()

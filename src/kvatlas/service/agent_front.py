@@ -41,7 +41,8 @@ class Served(msgspec.Struct, frozen=True):
 
 class AgentDescription(msgspec.Struct, frozen=True):
     """What a gateway has to know. ``life`` differs between two starts of the agent; ``rdma``: what
-    the node's RDMA ports have moved by now. ``curve_key``: by which its events are encrypted."""
+    the node's RDMA ports have moved by now. ``curve_key``: by which its events are encrypted.
+    ``draining``: it saves nothing more, and ends soon."""
 
     life: str
     events: str
@@ -49,6 +50,7 @@ class AgentDescription(msgspec.Struct, frozen=True):
     engines: dict[str, Served] = {}
     rdma: RdmaPorts = RdmaPorts()
     curve_key: str = ""
+    draining: bool = False
 
 
 class Front:
@@ -200,5 +202,6 @@ class Front:
             self._engines(),
             self._ports(),
             "" if listeners is None else listeners.curve.public,
+            "draining" in self._problems(),
         )
         reply.send(200, [JSON], msgspec.json.encode(told))

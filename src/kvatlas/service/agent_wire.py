@@ -248,7 +248,10 @@ class Resize(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Save nothing more, bring to disk what only dram has, then end."""
+    """Save nothing more, bring to disk what only dram has, then end; not before ``linger_s`` are
+    over, in which others may read from here."""
+
+    linger_s: float = 0.0
 
 
 # -- from the agent -----------------------------------------------------------------------------

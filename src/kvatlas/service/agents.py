@@ -177,6 +177,11 @@ class Agents:
             self._feed.remove(node.publisher)
             self._tell(Reset(node.publisher))
 
+    def draining(self) -> list[Publisher]:
+        """Those that save nothing more, and end soon."""
+        nodes = self.nodes.values()
+        return [node.publisher for node in nodes if node.told is not None and node.told.draining]
+
     def serving(self, agent: Publisher, root: str) -> tuple[str, str, str]:
         """Of an agent with an engine whose keys begin at ``root``: its URL, its life, and a name
         that the engine's model has there. Raises EngineError where there is none now."""
@@ -203,6 +208,7 @@ class Agents:
                 "error": node.error,
                 "restarts": node.restarts,
                 "workers": list(node.config.workers),
+                "draining": node.told is not None and node.told.draining,
                 "engines": {
                     engine: "its pages have keys of its own: nothing is foreseen"
                     if names_pages(served.member)

@@ -60,6 +60,12 @@ class CopiesAhead:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def look(self, *, leads: bool) -> None:
+        """Whether hot prefixes and nodes that drain are this gateway's, and which nodes do."""
+        self.core.leads = leads
+        if self.agents is not None and self.core.params.move:
+            self._perform(self.core.drain(self.agents.draining(), self._clock()))
+
     def _heard(self, now: float, event: Input, answer: Decision | None) -> None:
         self._perform(self.core.handle(event, now, answer))
 
