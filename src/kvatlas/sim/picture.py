@@ -88,8 +88,9 @@ def _node(
     for row, member in enumerate(members[:ENGINES_MAX]):
         said, busy = str(member.role), 0.0
         if (load := loads.get(member.name)) is not None:
-            hit = load.hit_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
-            said, busy = f"{said}: busy {load.busy:.0%}, hit {hit:.0%}", load.busy
+            said, busy = f"{said}: busy {load.busy:.0%}", load.busy
+            if load.prompt_tokens:  # of a pair the half that prefills has them
+                said += f", hit {load.hit_tokens / load.prompt_tokens:.0%}"
         place = left + 10, top + _HEAD + row * _ROW
         out += _bar(said, busy, _COLOURS[member.role], *place)
     return out
