@@ -40,6 +40,7 @@ NAMES = (
     "observe",
     "sealing",
     "tls",
+    "register",
     "observability",
 )
 RESULTS = Path(__file__).parent / "results"

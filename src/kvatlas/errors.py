@@ -70,7 +70,7 @@ class RegisterError(KvatlasError):
 
     def __init__(self, message: str, reason: str) -> None:
         """``reason``: one word for figures: late, gone, busy, loading, read_only, denied, moving,
-        unfit, wrong."""
+        full, unfit, wrong."""
         super().__init__(message)
         self.reason = reason
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvatlas.core import register_values as words
-from kvatlas.core.forgetting import FLOORS_MAX, TAG_CHARS, Floor
+from kvatlas.core.forgetting import FLOORS_MAX, TAG_CHARS, Floor, payer_of
 from kvatlas.core.register_values import Answer, Member, No, OfStore, Question, Refused
 
 _LIMITS = ("CLOCK_APART_MS", "MEMBERS_MAX", "LEASES_MAX", "STORES_MAX", "RECORDS_MAX")
@@ -94,11 +94,12 @@ _STORE = ("records", "ends", "owners", "used")
 def _of_store(question: OfStore) -> tuple[str, Iterable[Word]]:
     match question:
         case words.Commit():
-            quotas = [word for quota in question.quota_bytes.items() for word in quota]
+            payers = {payer_of(record.owner) for record in question.records}
+            met = [(payer, q) for payer, q in question.quota_bytes.items() if payer in payers]
             each = ((r.key, r.owner, r.size_bytes, r.data) for r in question.records)
             records = [word for record in each for word in record]
-            count = len(question.quota_bytes)
-            return "commit", [question.generation, question.ttl_ms, count, *quotas, *records]
+            quotas = [word for quota in met for word in quota]
+            return "commit", [question.generation, question.ttl_ms, len(met), *quotas, *records]
         case words.AskRecords():
             return "ask_records", question.keys
         case words.Withdraw():

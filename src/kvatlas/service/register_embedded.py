@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvatlas.errors import ConfigError, RegisterError
 
-MEMORY_BYTES = 1 << 30  # some 1.3 million resume records; then commits are refused
+MEMORY_BYTES = 1 << 30  # some 1.5 million resume records; then commits are refused
 GRACE_S = 10.0  # to write what is left, then it is killed
 TAIL_BYTES = 600
 _PATH_BYTES_MAX = 107  # of a Unix socket
