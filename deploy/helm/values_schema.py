@@ -22,13 +22,15 @@ WRITTEN_BY_THE_CHART: dict[str, set[str]] = {
     "worker": set(),
     "agent": set(),
     "keys": set(),
-    "gateway": {"host", "port"},
+    "gateway": {"host", "port", "peers"},
     "tenants": {"file"},
     "admin": {"tokens_file"},
     "tls": {"ca", "cert", "key"},
+    "register": {"url", "folder", "advertise", "password_file"},
 }
 
 Schema = dict[str, Any]
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def settings() -> tuple[Schema, Schema]:
@@ -61,9 +63,8 @@ def _resolved(schema: Any, parts: dict[str, Schema]) -> Any:
     }
 
 
-def _closed(required: list[str] | None = None, **properties: Schema) -> Schema:
-    closed: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    return closed | ({"required": required} if required else {})
+def _closed(**properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _list_of(items: Schema, **more: Any) -> Schema:
@@ -80,6 +81,11 @@ SECRET: Schema = {"type": "string", "pattern": "^([a-z0-9]([a-z0-9.-]*[a-z0-9])?
 FOLDER: Schema = {"type": "string", "pattern": "^/[A-Za-z0-9._/-]+$"}
 FOLDER_OR_NONE: Schema = {"type": "string", "pattern": "^(/[A-Za-z0-9._/-]+)?$"}
 ADDRESS: Schema = {"type": "string", "pattern": "^([A-Za-z0-9.-]+|\\[[0-9A-Fa-f:.]+\\])$"}
+#: No password: the URL stands in a ConfigMap.
+REGISTER: Schema = {
+    "type": "string",
+    "pattern": "^((valkeys?|valkeys?-cluster|rediss?)://([^:@/]+@)?[^@/]+(/[0-9]+)?)?$",
+}
 PLACED: dict[str, Schema] = {
     "resources": ANY,
     "podAnnotations": ANY,
@@ -93,14 +99,7 @@ PLACED: dict[str, Schema] = {
 def schema() -> Schema:
     """Of all values."""
     worker, tables = settings()
-    node = _closed(
-        ["name", "address", "workers"],
-        name=TEXT | {"minLength": 1},
-        address=ADDRESS,
-        workers=_list_of(TEXT, minItems=1),
-    )
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | _closed(
-        ["workers"],
+    return {"$schema": DIALECT, "required": ["workers"]} | _closed(
         **{"global": ANY},  # Helm's own
         image=_closed(
             repository=TEXT | {"minLength": 1},
@@ -111,8 +110,14 @@ def schema() -> Schema:
         workers=_list_of(worker, minItems=1),
         config=tables,
         secrets=_closed(
-            keys=SECRET, tenants=SECRET, admin=SECRET, gatewayTls=SECRET, agentTls=SECRET
+            keys=SECRET,
+            tenants=SECRET,
+            admin=SECRET,
+            gatewayTls=SECRET,
+            agentTls=SECRET,
+            register=SECRET,
         ),
+        register=_closed(url=REGISTER, trial=FLAG, image=TEXT | {"minLength": 1}),
         gateway=_closed(
             replicas=POSITIVE,
             port=PORT | {"minimum": 1024},  # it is not root
@@ -124,12 +129,13 @@ def schema() -> Schema:
             **PLACED,
         ),
         agents=_closed(
-            nodes=_list_of(node),
+            enabled=FLAG,
+            engines=_list_of(TEXT | {"minLength": 1}, minItems=1),
             dramGiB=POSITIVE,
             ownMemoryMiB=POSITIVE,
             disk=_closed(path=FOLDER_OR_NONE, sizeGB=COUNT),
             object={"type": "string", "pattern": "^((valkeys?|rediss?|mooncake|s3)://.+)?$"},
-            peers=FLAG,
+            peers=_list_of(ADDRESS),
             socketDir=FOLDER,
             port=PORT,
             peerPort=PORT,

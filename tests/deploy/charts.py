@@ -24,9 +24,6 @@ Document = dict[str, Any]
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
 
 WORKERS = [{"name": f"vllm-{i}", "url": f"http://vllm-{i}.vllm:8000"} for i in range(2)]
-NODES = [
-    {"name": f"gpu-{i}", "address": f"10.0.0.{i + 5}", "workers": [f"vllm-{i}"]} for i in range(2)
-]
 #: Whatever can be switched on.
 FULL: dict[str, Any] = {
     "workers": WORKERS,
@@ -34,7 +31,7 @@ FULL: dict[str, Any] = {
         "gateway": {"drain_timeout_s": 90.5},
         "admin": {"clients": ["ops:change"]},
         "tls": {"plain_engines": True, "plain_events": True},
-        "ahead": {"replicate": True},
+        "register": {"beat_s": 2.0},
     },
     "secrets": {
         "keys": "keys",
@@ -42,12 +39,15 @@ FULL: dict[str, Any] = {
         "admin": "admin",
         "gatewayTls": "gateway-tls",
         "agentTls": "agent-tls",
+        "register": "valkey",
     },
+    "register": {"url": "valkeys://valkey.serving:6379"},
     "agents": {
-        "nodes": NODES,
+        "enabled": True,
+        "engines": ["$(NODE_NAME)-0", "$(NODE_NAME)-1"],
         "disk": {"path": "/nvme/kvatlas", "sizeGB": 500},
         "object": "valkey://10.0.0.9:6379?ttl_s=3600",
-        "peers": True,
+        "peers": ["10.0.0.5", "10.0.0.6"],
     },
     "podMonitor": {"enabled": True, "labels": {"team": "serving"}, "token": {"secret": "scrape"}},
     "networkPolicy": {
@@ -55,6 +55,13 @@ FULL: dict[str, Any] = {
         "monitors": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
         "nodeCIDRs": ["10.0.0.0/24"],
     },
+}
+#: Two gateways and the Valkey of the chart.
+TRIAL: dict[str, Any] = {
+    "workers": WORKERS,
+    "secrets": {"keys": "keys", "tenants": "tenants"},
+    "register": {"trial": True},
+    "podMonitor": {"enabled": True},
 }
 #: As little as there can be.
 SMALL: dict[str, Any] = {"workers": WORKERS[:1], "gateway": {"replicas": 1}}
@@ -113,6 +120,9 @@ def files(documents: list[Document], part: str, folder: Path) -> Path:
     sources = next(v for v in spec["volumes"] if v["name"] == "files")["projected"]["sources"]
     there = {item["path"] for s in sources if "secret" in s for item in s["secret"]["items"]}
     text = find(documents, "ConfigMap", f"{RELEASE}-{part}")["data"]["kvatlas.toml"]
+    for init in spec.get("initContainers", []):
+        if init["command"][0] == "cp":
+            text = text.replace(init["command"][2], init["command"][1])
     named = {word.partition('"')[0] for word in text.split("/etc/kvatlas/")[1:]}
     assert named == there  # neither is without the other
     for name in there:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jsonschema
 import pytest
@@ -19,6 +21,7 @@ from charts import (
     KUBERNETES,
     RELEASE,
     SMALL,
+    TRIAL,
     files,
     find,
     helm,
@@ -41,7 +44,7 @@ EXAMPLES = {
     for engine in ENGINES
     for device in DEVICES
 }
-CASES: dict[str, dict[str, Any]] = {"small": SMALL, "full": FULL} | EXAMPLES
+CASES: dict[str, dict[str, Any]] = {"small": SMALL, "trial": TRIAL, "full": FULL} | EXAMPLES
 
 #: What of the operator's CRD is used here (monitoring.coreos.com/v1, PodMonitor).
 _SELECTOR = {"type": "object", "required": ["name", "key"], "additionalProperties": False}
@@ -156,10 +159,41 @@ def test_the_gateways_file_is_one_that_kvatlas_takes(name: str, tmp_path: Path) 
     values = CASES[name]
     loaded = config.load(files(render(values), "gateway", tmp_path))
     assert [w.name for w in loaded.worker] == [w["name"] for w in values["workers"]]
-    nodes = values.get("agents", {}).get("nodes", [])
-    assert [a.name for a in loaded.agent] == [n["name"] for n in nodes]
     assert (loaded.gateway.host, loaded.gateway.port) == ("0.0.0.0", 8000)
     assert loaded.tls.on == ("gatewayTls" in values.get("secrets", {}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_more_than_one_gateway_are_one_cluster(name: str, tmp_path: Path) -> None:
+    documents = render(CASES[name])
+    loaded = config.load(files(documents, "gateway", tmp_path))
+    gateway = find(documents, "Deployment", f"{RELEASE}-gateway")
+    if gateway["spec"]["replicas"] == 1:
+        assert not loaded.register.on
+        assert not loaded.gateway.peers
+        return
+    assert loaded.register.on
+    assert loaded.register.name == RELEASE
+    (peer,) = map(urlsplit, loaded.gateway.peers)
+    peers = find(documents, "Service", str(peer.hostname))
+    assert peers["spec"]["clusterIP"] == "None"
+    assert peers["spec"]["ports"][0]["port"] == peer.port
+    if name == "trial":
+        valkey = urlsplit(loaded.register.url)
+        there = find(documents, "Service", str(valkey.hostname))
+        assert there["spec"]["ports"][0]["port"] == valkey.port
+
+
+def test_gateways_with_a_register_can_write_their_tenants(tmp_path: Path) -> None:
+    for values, writes in ((FULL, True), (SMALL | {"secrets": TRIAL["secrets"]}, False)):
+        documents = render(values)
+        spec = pod(find(documents, "Deployment", f"{RELEASE}-gateway"))
+        text = find(documents, "ConfigMap", f"{RELEASE}-gateway")["data"]["kvatlas.toml"]
+        file = re.search(r'file = "(.*)/tenants.toml"', text)
+        assert file is not None
+        mount = next(m for m in spec["containers"][0]["volumeMounts"] if m["mountPath"] == file[1])
+        assert mount.get("readOnly", False) is not writes
+        assert bool(spec.get("initContainers")) is writes
 
 
 def test_values_reach_the_file_as_they_are(tmp_path: Path) -> None:

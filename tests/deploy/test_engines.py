@@ -16,7 +16,7 @@ from real_engines import require
 from kvatlas.service import pair_protocols
 
 ENGINES = ("vllm", "sglang")
-ROLES = {"prefill": "p-0", "decode": "d-0", "combined": "c-0"}
+ROLES = {"prefill": "gpu-0", "decode": "gpu-1", "combined": "gpu-2"}  # and its node's name
 VLLM_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "combined": "kv_both"}
 
 
@@ -51,9 +51,6 @@ def test_kubernetes_knows_every_field(engine: str) -> None:
 def test_workers_are_where_the_values_say(engine: str) -> None:
     values = merged(EXAMPLE / f"values-{engine}.yaml")
     workers = {worker["name"]: worker for worker in values["workers"]}
-    nodes = {
-        worker: node["name"] for node in values["agents"]["nodes"] for worker in node["workers"]
-    }
     for role, name in ROLES.items():
         worker = workers[name]
         stateful = find(manifests(engine), "StatefulSet", role)
@@ -64,7 +61,7 @@ def test_workers_are_where_the_values_say(engine: str) -> None:
         assert where.port == ports["http"] == int(option(command, "--port"))
         assert worker.get("role", "combined") == role
         assert worker.get("engine", "vllm") == engine
-        assert pod(stateful)["nodeSelector"] == {"kubernetes.io/hostname": nodes[name]}
+        assert pod(stateful)["nodeSelector"] == {"kubernetes.io/hostname": name}
         events = json.loads(option(command, "--kv-events-config"))
         assert events["endpoint"] == f"tcp://*:{ports['events']}"
         assert events["replay_endpoint"] == f"tcp://*:{ports['replay']}"
@@ -91,8 +88,8 @@ def test_sglangs_halves_meet_at_the_bootstrap_server() -> None:
         command = container("sglang", role)["command"]
         assert option(command, "--disaggregation-mode") == role
         assert workers[ROLES[role]]["pairing"] == "sglang"
-    where = urlsplit(workers["p-0"]["bootstrap"])
-    assert where.hostname == urlsplit(workers["p-0"]["url"]).hostname
+    where = urlsplit(workers["gpu-0"]["bootstrap"])
+    assert where.hostname == urlsplit(workers["gpu-0"]["url"]).hostname
     told = option(container("sglang", "prefill")["command"], "--disaggregation-bootstrap-port")
     assert where.port == int(told)
     assert "bootstrap_host" in Path(pair_protocols.__file__).read_text("utf-8")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from charts import DEPLOY, ROOT
+from charts import CHART, DEPLOY, ROOT
 
 from kvatlas import config
 from kvatlas.cli.main import build_parser
@@ -151,3 +151,17 @@ def test_yamllint_finds_nothing() -> None:
     assert len(found) >= 8
     rules = DEPLOY / ".yamllint"
     run([sys.executable, "-m", "yamllint", "--strict", "-c", str(rules), *map(str, found)])
+
+
+# -- the guide ----------------------------------------------------------------------------------
+
+
+def test_every_value_is_in_the_guide() -> None:
+    guide = (ROOT / "docs" / "guides" / "kubernetes.md").read_text("utf-8")
+    told = " ".join(re.findall(r"(?m)^\| (`[^|]+) \|", guide)) + guide.partition("## Who may")[2]
+    values = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
+    for table, keys in values.items():
+        assert f"`{table}" in told
+        for key in keys if isinstance(keys, dict) else ():
+            own = table in ("secrets", "register", "gateway", "agents", "networkPolicy")
+            assert not own or re.search(rf"`(\w+)?\.?{key}`", told), f"{table}.{key}"

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from charts import FULL, NODES, SMALL, WORKERS, refusal, render
+from charts import FULL, SMALL, TRIAL, WORKERS, refusal, render
 
 
 def full(path: str, value: Any) -> dict[str, Any]:
@@ -28,20 +28,17 @@ def test_what_is_right_is_taken() -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (SMALL | {"gateway": {"replicas": 2}}, "several gateways need secrets.keys"),
-        (
-            SMALL
-            | {"agents": {"nodes": NODES[:1]}, "networkPolicy": {"nodeCIDRs": ["10.0.0.0/24"]}},
-            "agents need secrets.keys",
-        ),
+        (SMALL | {"gateway": {"replicas": 2}}, "several gateways need a Valkey"),
+        (SMALL | {"agents": {"enabled": True}}, "agents need a Valkey"),
+        (TRIAL | {"secrets": {}}, "register: its members need secrets.keys"),
+        (full("register.trial", True), "register: url of your own, or trial: not both"),
+        (TRIAL | {"secrets": {"keys": "k", "register": "p"}}, "there is no register.url"),
         (SMALL | {"secrets": {"tenants": "t"}}, "secrets.tenants needs secrets.keys"),
         (full("secrets.agentTls", ""), "secrets.gatewayTls without secrets.agentTls"),
         (full("secrets.gatewayTls", ""), "secrets.agentTls without secrets.gatewayTls"),
         (full("agents.disk.sizeGB", 0), "agents.disk: path and sizeGB need each other"),
         (full("agents.disk.path", ""), "agents.disk: path and sizeGB need each other"),
-        (full("agents.nodes", NODES[:1]), "agents.peers: there is nobody to read from"),
         (full("networkPolicy.nodeCIDRs", []), "networkPolicy.nodeCIDRs: gateways reach agents"),
-        (full("workers", WORKERS[:1]), 'gpu-1: there is no worker "vllm-1"'),
     ],
 )
 def test_values_that_contradict_each_other(values: dict[str, Any], reason: str) -> None:
@@ -60,9 +57,12 @@ def test_values_that_contradict_each_other(values: dict[str, Any], reason: str) 
         (full("config.gateway", {"host": "0.0.0.0"}), "additional properties 'host' not allowed"),
         (full("config.tls", {"cert": "a.pem"}), "additional properties 'cert' not allowed"),
         (full("config.keys", {"secret_file": "k"}), "additional properties 'keys' not allowed"),
+        (full("config.register", {"url": "x"}), "additional properties 'url' not allowed"),
         (SMALL | {"workers": [WORKERS[0] | {"role": "both"}]}, "at '/workers/0/role'"),
         (SMALL | {"workers": [{"name": "a"}]}, "missing property 'url'"),
-        (full("agents.nodes", [{"name": "gpu-0"}]), "missing properties 'address', 'workers'"),
+        (full("agents.engines", []), "at '/agents/engines': minItems"),
+        (full("register.url", "memcached://a:1"), "at '/register/url': 'memcached://a:1' does not"),
+        (full("register.url", "valkey://:word@a:1"), "at '/register/url'"),
         (full("agents.runAsUser", 0), "at '/agents/runAsUser': minimum"),
         (full("agents.dramGiB", "32GB"), "at '/agents/dramGiB': got string, want integer"),
         (full("agents.object", "nfs://x"), "at '/agents/object': 'nfs://x' does not match"),

@@ -59,40 +59,53 @@ capabilities: {drop: [ALL]}
 
 {{/* The gateways' kvatlas.toml. */}}
 {{- define "kvatlas.gatewayConfig" -}}
-{{- $address := dict "gateway" (dict "host" "0.0.0.0" "port" .Values.gateway.port) }}
-{{- include "kvatlas.tables" (mustMergeOverwrite (deepCopy .Values.config) (include "kvatlas.secretTables" . | fromJson) $address) }}
+{{- $own := dict "host" "0.0.0.0" "port" .Values.gateway.port }}
+{{- if gt (int .Values.gateway.replicas) 1 }}
+{{- $_ := set $own "peers" (list (printf "%s://%s-gateway-each:%v" (include "kvatlas.scheme" .) .Release.Name .Values.gateway.port)) }}
+{{- end }}
+{{- include "kvatlas.tables" (mustMergeOverwrite (include "kvatlas.operatorTables" . | fromJson) (include "kvatlas.secretTables" . | fromJson) (dict "gateway" $own)) }}
 {{- range .Values.workers }}
 [[worker]]
 {{- include "kvatlas.keys" . }}
-{{ end }}
-{{- range .Values.agents.nodes }}
-[[agent]]
-name = {{ toJson .name }}
-url = "{{ include "kvatlas.scheme" $ }}://{{ .address }}:{{ $.Values.agents.port }}"
-workers = {{ toJson .workers }}
-{{- if $.Values.agents.object }}
-store = "object"
-{{- end }}
 {{ end }}
 {{- end }}
 
 {{/* The agents'. */}}
 {{- define "kvatlas.agentConfig" -}}
-{{- $admin := dict "admin" (get .Values.config "admin" | default dict) }}
-{{- $files := omit (include "kvatlas.secretTables" . | fromJson) "tenants" }}
-{{- include "kvatlas.tables" (mustMergeOverwrite (deepCopy $admin) $files) }}
+{{- $tables := pick (include "kvatlas.operatorTables" . | fromJson) "admin" "register" }}
+{{- include "kvatlas.tables" (mustMergeOverwrite $tables (omit (include "kvatlas.secretTables" . | fromJson) "tenants")) }}
 {{- end }}
 
-{{/* Files of the secrets, as [keys], [tenants], [admin] and [tls] name them. */}}
+{{/* What the values say of them; the register is called as the release, unless they say otherwise. */}}
+{{- define "kvatlas.operatorTables" -}}
+{{- $named := dict }}
+{{- if include "kvatlas.registerUrl" . }}{{ $_ := set $named "register" (dict "name" .Release.Name) }}{{ end }}
+{{- toJson (mustMergeOverwrite $named (deepCopy .Values.config)) }}
+{{- end }}
+
+{{/* Files of the secrets, as the tables of a kvatlas.toml name them, and the register. */}}
 {{- define "kvatlas.secretTables" -}}
 {{- $tables := dict }}
 {{- with .Values.secrets.keys }}{{ $_ := set $tables "keys" (dict "secret_file" "/etc/kvatlas/secret") }}{{ end }}
-{{- with .Values.secrets.tenants }}{{ $_ := set $tables "tenants" (dict "file" "/etc/kvatlas/tenants.toml") }}{{ end }}
+{{- with .Values.secrets.tenants }}{{ $_ := set $tables "tenants" (dict "file" (include "kvatlas.tenants" $)) }}{{ end }}
 {{- with .Values.secrets.admin }}{{ $_ := set $tables "admin" (dict "tokens_file" "/etc/kvatlas/admin.tokens") }}{{ end }}
 {{- with .Values.secrets.gatewayTls }}
 {{- $_ := set $tables "tls" (dict "ca" "/etc/kvatlas/ca.crt" "cert" "/etc/kvatlas/tls.crt" "key" "/etc/kvatlas/tls.key") }}
 {{- end }}
+{{- with include "kvatlas.registerUrl" . }}
+{{- $_ := set $tables "register" (dict "url" .) }}
+{{- with $.Values.secrets.register }}{{ $_ := set $tables.register "password_file" "/etc/kvatlas/register.password" }}{{ end }}
+{{- end }}
 {{- toJson $tables }}
+{{- end }}
+
+{{/* Gateways with a register write this file: what one changes, all have. */}}
+{{- define "kvatlas.tenants" -}}
+{{ ternary "/var/lib/kvatlas" "/etc/kvatlas" (not (empty (include "kvatlas.registerUrl" .))) }}/tenants.toml
+{{- end }}
+
+{{- define "kvatlas.registerUrl" -}}
+{{ ternary (printf "valkey://%s-valkey:6379" .Release.Name) .Values.register.url .Values.register.trial }}
 {{- end }}
 
 {{/* All that is in a pod's /etc/kvatlas. Called with (list $ "gateway"). */}}
@@ -116,6 +129,9 @@ store = "object"
       {{- end }}
       {{- with $secrets.admin }}
       - secret: {name: {{ . }}, items: [{key: admin.tokens, path: admin.tokens}]}
+      {{- end }}
+      {{- with $secrets.register }}
+      - secret: {name: {{ . }}, items: [{key: register.password, path: register.password}]}
       {{- end }}
       {{- with get $secrets (printf "%sTls" $part) }}
       - secret:
