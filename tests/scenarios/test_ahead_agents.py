@@ -13,10 +13,12 @@ import pytest
 from fake_engine import FakeEngine, hello, model_config
 from harness import FakeWorker, Held, Product, shared_secret
 
+from kvatlas.cli.agent_errands import answer_of
 from kvatlas.config import AgentConfig, RouterConfig
 from kvatlas.connectors.child import free_ports
 from kvatlas.core.ahead_copies import Params
 from kvatlas.errors import EngineError
+from kvatlas.service import agent_wire as wire
 from kvatlas.service.agent_orders import PROOF, signed
 from kvatlas.service.agent_pulls import PULL, Wanted
 from kvatlas.validate.exactness_tiers import AgentProcess
@@ -119,7 +121,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
             keys=nodes.keys,
             agents=nodes.configs(),
             router=RouterConfig(prefill_tokens_per_s=500.0),
-            ahead=Params(replicate=True),
+            ahead=Params(replicate=True, move=True),
         )
         await stack.enter_async_context(product)
         await product.settled()
@@ -147,6 +149,25 @@ async def test_what_many_wait_for_is_brought_to_the_idle_node(stage: Stage) -> N
         metric = product.metric
         assert await metric("kvatlas_ahead_copies_total", copy="replicate", outcome="arrived") == 1
         assert await metric("kvatlas_ahead_moved_bytes_total") == tally["moved_bytes"]
+
+
+async def test_what_a_node_that_drains_has_is_handed_on(stage: Stage) -> None:
+    product, (one, two) = stage.product, stage.nodes.agents
+    with FakeEngine(one.socket, engine()) as first, FakeEngine(two.socket, engine()):
+        await stage.attached()
+        assert await asyncio.to_thread(first.save, "r", packed(PREFIX)) == BLOCKS
+        await product.until_equal(lambda: stage.held("W1"), Held(END, {"dram": END}))
+        assert (await product.complete([*PREFIX, 1])).worker == "W1"
+        await asyncio.to_thread(answer_of, one.socket, wire.Drain(linger_s=600.0))
+        await product.until_equal(lambda: stage.held("W2"), Held(END, {"dram": END}))
+
+        async def moved() -> bool:
+            tally = (await stage.page())["copies"]["move"]
+            return bool(tally["ended"] == {"arrived": 1} and tally["moved_bytes"])
+
+        await product.until(moved)
+        agents = (await product.get("/kvatlas/agents")).json()
+        assert {n: a["draining"] for n, a in agents.items()} == {"node-1": True, "node-2": False}
 
 
 async def test_an_agent_without_an_engine_refuses_and_nobody_notices(stage: Stage) -> None:
