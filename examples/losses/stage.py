@@ -7,9 +7,11 @@ answer they ask the next. `Losses.row` says what a loss cost, and for how long.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import socket
 import sys
 import threading
 import time
@@ -127,6 +129,56 @@ class Cluster:
             if number != but and self.members(number)["leads"]:
                 return number
         return -1
+
+
+class Cut:
+    """A way to a port of this machine that can be shut: what is on it breaks off, and nobody comes
+    through."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._open = True
+        self._sockets: set[socket.socket] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def shut(self) -> None:
+        self._open = False
+        for sock in list(self._sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def open(self) -> None:
+        self._open = True
+
+    def close(self) -> None:
+        self.shut()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                if not self._open:
+                    near.close()
+                    continue
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._target), timeout=WAIT_S)
+                except OSError:
+                    near.close()
+                    continue
+                self._sockets |= {near, far}
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        for sock in (source, target):
+            self._sockets.discard(sock)
+            sock.close()
 
 
 def until(met: Callable[[], bool], limit_s: float = WAIT_S) -> float:

@@ -48,3 +48,12 @@ def test_parts_know_each_other_by_certificates_and_refuse_strangers() -> None:
 )
 def test_no_tenant_gets_or_learns_anothers(name: str, few: str) -> None:
     run(name, few)
+
+
+LOSSES = sorted(p.name for p in (EXAMPLES / "losses").glob("*.py") if "stage" not in p.name)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_lost_costs_what_is_said(name: str) -> None:
+    told = run(f"losses/{name}", limit_s=2 * LIMIT_S)
+    assert told.endswith("all as it should be\n")

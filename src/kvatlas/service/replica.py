@@ -102,7 +102,7 @@ class Replica:
     def peers(self) -> tuple[str, ...]:
         """URLs of the other gateways."""
         others = self.members.core.others
-        return tuple(m.url for m in others if m.kind == "gateway" and not m.draining)
+        return tuple(member.url for member in others if member.kind == "gateway")
 
     def agents(
         self, configured: tuple[AgentConfig, ...], workers: Collection[str]
@@ -131,11 +131,6 @@ class Replica:
                     "has them: name its engines as [[worker]]"
                 )
         return tuple(found)
-
-    def drain(self) -> None:
-        """It takes no more requests: the others need not count on it."""
-        me = self.members.core.me
-        self.members.change(msgspec.structs.replace(me, draining=True))
 
     # -- tenants --------------------------------------------------------------------------------
 
