@@ -30,7 +30,7 @@ WRITTEN_BY_THE_CHART: dict[str, set[str]] = {
 }
 
 Schema = dict[str, Any]
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
+DIALECT = "http://json-schema.org/draft-07/schema#"  # which every Helm knows
 
 
 def settings() -> tuple[Schema, Schema]:

@@ -262,6 +262,15 @@ def test_nobody_is_killed_before_his_drain_is_over() -> None:
     assert agent["terminationGracePeriodSeconds"] > 600
 
 
+@pytest.mark.parametrize("warm_s", [20.0, 300.5])
+def test_a_gateway_may_take_the_time_for_its_warm_start(warm_s: float) -> None:
+    documents = render(FULL | {"config": FULL["config"] | {"gateway": {"warm_start_s": warm_s}}})
+    probe = pod(find(documents, "Deployment", f"{RELEASE}-gateway"))["containers"][0][
+        "startupProbe"
+    ]
+    assert probe["periodSeconds"] * probe["failureThreshold"] > warm_s + 60
+
+
 @pytest.mark.parametrize("dram", [1, 32, 1024])
 def test_the_agents_memory_fits_into_its_pod(dram: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = FULL | {"agents": FULL["agents"] | {"dramGiB": dram}}

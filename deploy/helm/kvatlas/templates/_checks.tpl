@@ -30,7 +30,7 @@
 {{- if ne (empty $agents.disk.path) (eq (int $agents.disk.sizeGB) 0) }}
 {{- fail "agents.disk: path and sizeGB need each other" }}
 {{- end }}
-{{- if and .Values.networkPolicy.enabled $agents.enabled (not $agents.hostNetwork) (not .Values.networkPolicy.nodeCIDRs) }}
+{{- if and .Values.networkPolicy.enabled $agents.enabled (not .Values.networkPolicy.nodeCIDRs) }}
 {{- fail "networkPolicy.nodeCIDRs: gateways reach agents by the nodes' addresses, so name the nodes' networks, or nobody is let in" }}
 {{- end }}
 {{- end }}
