@@ -92,8 +92,8 @@ class Filled:
         ]
 
     def decisions_us(self) -> list[float]:
-        """Of one decision without hashing, all engines being candidates, with four requests under
-        way on each."""
+        """Of one decision without hashing, all engines being candidates, with a request under
+        way for each."""
         source = random.Random(3)
         among = tuple((engine, "") for engine in self.engines)
         tokens = bytes(4 * (1 + BLOCK_TOKENS * (SYSTEM + CONTEXT + OWN)))
@@ -107,9 +107,9 @@ class Filled:
             if number % 2:
                 self.dispatcher.handle(FirstToken(str(number), 0.2), number / 1e3)
 
-        for number in range(4 * len(self.engines)):
+        first = len(self.engines)
+        for number in range(first):
             ask(number)
-        first = 4 * len(self.engines)
         return [spent_us(lambda n=n: ask(n)) for n in range(first, first + PROMPTS)]
 
     def ingest_us(self) -> float:
