@@ -274,3 +274,10 @@ class Run:
         self.life: Life | None = None
         self.last = -1
         self.held = Held()
+
+    def copy(self) -> Run:
+        """As it is now."""
+        other = Run()
+        other.life, other.last = self.life, self.last
+        other.held.counts = dict(self.held.counts)
+        return other

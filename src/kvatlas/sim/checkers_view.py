@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvatlas.core.dispatch import Apply, Input, Join, Reset, Sent
 from kvatlas.core.events import Event
@@ -98,6 +98,19 @@ class View:
                     self._runs[publisher] = Run()
             case Sent():
                 check_flights(self._checkers, self._replica)
+
+    def runs(self) -> dict[Publisher, Run]:
+        """See `faults_replicas.View`."""
+        return {publisher: run.copy() for publisher, run in self._runs.items()}
+
+    def took(self, runs: Mapping[Publisher, Run]) -> None:
+        """See `faults_replicas.View`."""
+        for publisher, run in runs.items():
+            self._checkers.note(f"{self._name}: the claims of {publisher} are those of a peer")
+            self._runs[publisher] = run
+            if run.life is not None:
+                heard = self._heard_of(run.life)
+                heard.applied = max(heard.applied, run.last)
 
     def _applied(self, publisher: Publisher, events: tuple[Event, ...]) -> None:
         run = self._runs.setdefault(publisher, Run())

@@ -65,7 +65,7 @@ STORE_KINDS: dict[str, str] = {
 
 #: Of several gateways (`faults_cluster`).
 REPLICA_KINDS: dict[str, str] = {
-    "gateway_crash": "a gateway's process is killed; a new one that knows nothing starts later",
+    "gateway_crash": "a gateway's process is killed; a new one starts later, cold or from a peer",
     "split": "nothing passes between one gateway and an engine, or an agent",
 }
 

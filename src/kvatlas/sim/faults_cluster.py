@@ -55,6 +55,7 @@ def _anywhere(draw: random.Random, fault: Fault, hosts: tuple[str, ...]) -> Faul
 
 def _of_replicas(draw: random.Random, plan: Scenario) -> list[Fault]:
     faults = []
+    warm = random.Random(f"kvatlas.faults.warm.1/{plan.seed}")
     hosts, last_s = hosts_of(plan), max(6.0, plan.heal_at - 1.0)
     others = [member.name for member in plan.members]
     others += [node.agent for node in plan.tiers.nodes] if plan.tiers is not None else []
@@ -62,7 +63,8 @@ def _of_replicas(draw: random.Random, plan: Scenario) -> list[Fault]:
         at, kind = draw.uniform(2.0, last_s), draw.choice(list(REPLICA_KINDS))
         if kind == "gateway_crash":
             lasting_s = draw.uniform(0.05, draw.choice((0.5, 5.0, 30.0)))
-            faults.append(Fault(at, kind, draw.choice(hosts), lasting_s))
+            warm_s = warm.choice((0.0, 0.02, 0.5, 5.0)) * warm.random()
+            faults.append(Fault(at, kind, draw.choice(hosts), lasting_s, warm_s))
         else:
             lasting_s = draw.uniform(0.1, draw.choice((2.0, 10.0, 40.0)))
             way = f"{draw.choice(others)}@{draw.choice(hosts)}"

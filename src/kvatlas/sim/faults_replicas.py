@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -16,10 +16,13 @@ import msgspec
 from kvatlas.core.admission import Rules
 from kvatlas.core.directory import Directory
 from kvatlas.core.dispatch import Dispatcher, Input
+from kvatlas.core.records import Publisher
 from kvatlas.core.router import Decision, Router
 from kvatlas.sim.ahead import SimAhead
+from kvatlas.sim.checkers_truth import Run
 from kvatlas.sim.faults import Ask
 from kvatlas.sim.faults_loop import Loop
+from kvatlas.sim.faults_warm import snapshot, take
 from kvatlas.sim.gateway import Gateway, GatewaySpec, GatewayWatcher, Inquiry, Outcome
 from kvatlas.sim.messages import Cancel, Message, Subscribed
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from kvatlas.sim.faults_members import Members
     from kvatlas.sim.faults_world import FaultWorld
 
+BROKEN_SHARE = 0.15  # of the snapshots
 TRIES_MAX = 8  # of one client, each at another process
 
 
@@ -39,6 +43,13 @@ class View(GatewayWatcher, Protocol):
     def tap(self, now: float, event: Input, answered: Decision | None) -> None:
         """See `kvatlas.core.dispatch.Tap`."""
 
+    def runs(self) -> dict[Publisher, Run]:
+        """What was applied so far, by publisher, in copy."""
+        ...
+
+    def took(self, runs: Mapping[Publisher, Run]) -> None:
+        """What a peer had applied when it told it counts here now."""
+
 
 class Replica:
     """The host of one gateway, and the process on it."""
@@ -47,13 +58,15 @@ class Replica:
     dispatcher: Dispatcher
     gateway: Gateway
     ahead: SimAhead | None
+    view: View
 
     def __init__(self, world: FaultWorld, host: str) -> None:
         self.host = host
         self.life = 0
         self.up = False
-        self.died_at = -1.0
+        self.warm = False  # did the present life take up what a peer knew?
         self._jumped_s = 0.0
+        self._draw = random.Random(f"kvatlas.warm/{world.scenario.seed}/{host}")
         self.plan = world.scenario
         self._world = world
         self._make()
@@ -67,10 +80,10 @@ class Replica:
         """A new process that knows nobody yet."""
         world, plan = self._world, self.plan
         self.life += 1
-        self.up = True
+        self.up, self.warm = True, False
         self.loop = Loop(world.timeline)
         self.loop.jump(self._jumped_s)
-        view = world.judge.view(self)
+        self.view = view = world.judge.view(self)
         directory = Directory(world.keyring, plan.directory)
         rules = Rules(in_flight_max=plan.in_flight_max)
         ring = world.keyring
@@ -100,8 +113,9 @@ class Replica:
         for engine in world.engines.values():
             self.gateway.add_engine(engine.publisher, engine.layout, engine.identity)
 
-    def start(self) -> None:
-        """A new process, which knows what engines tell it from now on."""
+    def start(self, warm_s: float = 0.0) -> None:
+        """A new process, which knows what engines tell it from now on; and, where ``warm_s`` is
+        more than 0, what a peer knows now, so much later."""
         if self.up:
             return
         self._make()
@@ -115,6 +129,22 @@ class Replica:
         self.gateway.start()
         if world.members is not None:
             self.join(world.members)
+        peers = [each for each in world.replicas if each is not self and each.loop.moves]
+        if warm_s and peers:
+            self._ask(self._draw.choice(peers), warm_s)
+
+    def _ask(self, peer: Replica, warm_s: float) -> None:
+        """For all that a peer knows; now and then it breaks off."""
+        told, runs = snapshot(peer.gateway, self._world.keyring), peer.view.runs()
+        if self._draw.random() < BROKEN_SHARE:
+            told = told[: self._draw.randrange(len(told))]
+        self.loop.at(self.loop.now + warm_s, self._take, told, runs)
+
+    def _take(self, told: bytes, runs: dict[Publisher, Run]) -> None:
+        taken = take(self.gateway, self._world.keyring, told)
+        if taken is not None:
+            self.warm = True
+            self.view.took({publisher: runs[publisher] for publisher in taken.places})
 
     def join(self, members: Members) -> None:
         """It is one of several from now on, and orders what only one may where it leads."""
@@ -130,7 +160,7 @@ class Replica:
     def stop(self) -> None:
         """The process is killed: its connections break."""
         world = self._world
-        self.up, self.died_at = False, world.timeline.now
+        self.up = False
         world.listening.remove(self.name)
         world.network.detach(self.name)
         self.loop.end()

@@ -212,7 +212,7 @@ class FaultWorld:
             case "gateway_crash":
                 replica.stop()
                 self.clients.lost(replica)
-                self.timeline.after(fault.duration_s, replica.start)
+                self.timeline.after(fault.duration_s, replica.start, fault.amount)
         if self.members is not None:
             self.members.disturb(replica.host, fault.duration_s)
         return True

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvatlas.core import sequence
 from kvatlas.core.claims import Applied
 from kvatlas.core.dispatch import Dispatcher
-from kvatlas.core.records import Publisher
+from kvatlas.core.records import Place, Publisher
 from kvatlas.core.sequence import Sequencer
 from kvatlas.sim.messages import AskReplay, Events, Message, Refused, Replayed, Subscribed
 from kvatlas.sim.timeline import Timeline, Timer
@@ -62,6 +62,11 @@ class Feed:
     def dropped(self, reason: str, *, awake: bool = False) -> None:
         """The same engine lost its cache without a word: it sleeps, or is ``awake`` again."""
         self._perform(self.sequencer.dropped(reason, awake=awake))
+
+    def take_up(self, place: Place) -> None:
+        """What a peer has applied up to there counts: its claims are there already, in doubt."""
+        self._believe(False)
+        self._perform(self.sequencer.take_up(place, self._timeline.now))
 
     def _perform(self, effects: list[sequence.Effect]) -> None:
         if self.sequencer.behind:

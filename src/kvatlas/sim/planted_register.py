@@ -1,4 +1,4 @@
-"""Planted bugs in the register, in what members make of it, and in what several gateways share."""
+"""Planted bugs in the register, in what members make of it, and in what gateways share."""
 
 from __future__ import annotations
 
@@ -183,6 +183,30 @@ BUGS = (
         "what a floor covers counts on where it was whole before",
         "not over and not self._floors.forgotten(kept.record.owner)",
         "not over",
+    ),
+    Bug(
+        "snapshot-of-an-earlier-life",
+        "resurrected",
+        "core.sequence:Sequencer.outdone",
+        "a peer's claims are taken up over a newer life of the engine",
+        'return "it is of an earlier life"',
+        "pass",
+    ),
+    Bug(
+        "snapshot-needs-no-proof",
+        "resurrected",
+        "core.sequence:Sequencer.take_up",
+        "what a peer knew counts before the engine has told the same",
+        "self._unproven = self._behind = True",
+        "self._unproven = self._behind = False",
+    ),
+    Bug(
+        "half-a-snapshot",
+        "convergence",
+        "core.snapshot:Restore.commit",
+        "a snapshot that breaks off counts as far as it went",
+        "if not self.whole:",
+        "if self._pieces < 0:",
     ),
     Bug(
         "digest-of-arrival",
