@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     """Raises ConfigError (exit status 2) for a bad file or an address that cannot be had."""
     config = load(args.config)
     check_workers(config)
-    allow_files(config.gateway.max_connections, " or lower [gateway] max_connections")
+    lower = " or lower [gateway] max_connections"
+    allow_files(config.gateway.max_connections, lower, engines=len(config.worker))
     logs.configure(args.log_format, args.log_level)
     return uvloop.run(_serve(args.config, config))
 
