@@ -264,6 +264,9 @@ def test_one_file_serves_sim_plan_and_matrix(
     assert "of 15,000 GB" in shown
     assert "Means over 2 seeds: a percentile is the mean of what it is in each run" in shown
     assert "Cost by reuse" in shown
+    by_reuse = shown[shown.index("Cost by reuse") : shown.index("<h2>agent")]
+    assert by_reuse.count("<circle") == 2 * len(DEFAULT), "two workloads"
+    assert by_reuse.count("<title>Combined, round robin: 100 %") == 2
     assert "P/D, host DRAM, seed 0" in shown
     assert main([*argv, "--dram", "1GB", "--arrangements", "pd-dram", "--html", str(page)]) == 0
     assert " of 1 GB" in page.read_text()

@@ -100,25 +100,36 @@ def _pictures(cluster: Cluster, cells: Sequence[Cell], take: Name) -> Markup:
 
 
 def _reuse(rows: Sequence[Row], curves: Mapping[str, HitCurve]) -> Markup:
-    """Cost against how much of each workload comes back; of one workload there is no such line."""
-    if len(curves) < 2:
-        return Markup("")
-    shares = {workload: curve.points[-1][1] * 100 for workload, curve in curves.items()}
-    lines: dict[str, list[tuple[float, float]]] = {}
+    """What each arrangement costs beside the first, against how much of a workload comes back; of
+    one workload there is no such plot."""
+    costs: dict[str, dict[str, float]] = {row.title: {} for row in rows}
     for row in rows:
-        cost = row.figures["good_dollars_per_million"]
-        if cost is not None:
-            lines.setdefault(row.title, []).append((shares[row.workload], cost.mean))
+        if (cost := row.figures["good_dollars_per_million"]) is not None:
+            costs[row.title][row.workload] = cost.mean
+    base = rows[0].title
+    shares = {name: curve.points[-1][1] * 100 for name, curve in curves.items()}
+    shares = {name: share for name, share in shares.items() if name in costs[base]}
+    if len(shares) < 2:
+        return Markup("")
+    lines = []
+    for title, of in costs.items():
+        points = [
+            (share, of[name] / costs[base][name] * 100)
+            for name, share in shares.items()
+            if name in of
+        ]
+        lines.append(Line(title, sorted(points), joined=False))
     note = (
-        "A workload each; across, the prompt blocks that came before at all, as one endless cache "
-        "would find them. Workloads differ in more than that."
+        f"Dollars per token that met the objectives; {base}: 100 %. Across: the prompt blocks "
+        "that came before at all, as one endless cache would find them. Workloads "
+        "differ in more than that."
     )
     return line_plot(
         "Cost by reuse",
-        [Line(name, sorted(points), joined=False) for name, points in lines.items()],
+        lines,
         Axis("prompt blocks that came before", "%", low=0, high=100),
-        Axis("per million tokens that met the objectives", "$", log=True),
-        marks=[Mark(workload, share, "x") for workload, share in shares.items()],
+        Axis("cost", "%", low=0),
+        marks=[Mark(name, share, "x") for name, share in shares.items()],
         note=note,
     )
 
