@@ -47,6 +47,7 @@ pictures: browser  ## the pictures of the page in the documentation
 
 test: lint types contracts  ## all checks: then the tests, then the tests on real engines
 	@$(MAKE) --no-print-directory browser || echo "without a browser the tests of the page skip"
+	@$(BIN)/python tests/engines/install.py promtool || echo "without promtool the tests of alerts skip"
 	@$(BIN)/pytest -n 2 --dist loadfile
 	@$(MAKE) --no-print-directory engines
 	@$(BIN)/pytest -m 'engine and not long' -n 2 --dist loadfile

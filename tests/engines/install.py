@@ -1,9 +1,10 @@
 """Installs real inference engines, CPU builds, each into an environment of its own beside ours, and
-the clients and servers of stores into ours; Envoy, which asks the endpoint picker; a browser.
+the clients and servers of stores into ours; Envoy, which asks the endpoint picker; a browser;
+promtool, which reads what Prometheus would.
 
-``python tests/engines/install.py vllm nixl mooncake sglang sglang-mooncake stores envoy browser``:
-quiet, does nothing where all is there, tries twice, and prints the end of its log when that was not
-enough. The tests marked ``engine`` use them.
+``python tests/engines/install.py vllm nixl mooncake sglang sglang-mooncake stores envoy browser
+promtool``: quiet, does nothing where all is there, tries twice, and prints the end of its log when
+that was not enough. The tests marked ``engine`` use them.
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ def venv_of(engine: str) -> Path:
     return REPO / f".venv-{'vllm' if first in TRANSPORTS else first}"
 
 
+def promtool() -> str | None:
+    """Where it is: the system's, else Debian's without its service; None: it is not there."""
+    ours = venv_of("promtool") / "usr" / "bin" / "promtool"
+    return shutil.which("promtool") or (str(ours) if ours.exists() else None)
+
+
 def missing(engine: str) -> str:
     """Why an engine cannot be started ("" when it can)."""
     venv = venv_of(engine)
@@ -57,6 +64,8 @@ def missing(engine: str) -> str:
         there = sglang_cpu.installed(venv)
     elif engine == "stores":
         there = all(map(importlib.util.find_spec, ("mooncake", "obstore", "moto", "flask")))
+    elif engine == "promtool":
+        there = promtool() is not None
     elif engine == "browser":
         there = bool(importlib.util.find_spec("playwright")) and any(map(shutil.which, BROWSERS))
     else:
@@ -72,6 +81,12 @@ def commands(engine: str) -> Iterator[list[str]]:
     if engine == "vllm":
         model = REPO / ".demo" / vllm_cpu.MODEL_NAME
         yield [sys.executable, "-m", "kvatlas.connectors.vllm_cpu", str(venv), str(model)]
+        return
+    if engine == "promtool":
+        venv.mkdir(exist_ok=True)
+        steps = "apt-get -qq download prometheus", "dpkg-deb -x prometheus_*.deb ."
+        clean = "rm -f prometheus_*.deb usr/bin/prometheus"
+        yield ["sh", "-c", " && ".join((f"cd '{venv}'", *steps, clean))]
         return
     if not (venv / "bin" / "python").exists():
         yield [sys.executable, "-m", "venv", str(venv)]
@@ -148,7 +163,7 @@ def _run(command: list[str], log: object) -> bool:
 
 
 def main(engines: list[str]) -> int:
-    known = ("vllm", "sglang", *TRANSPORTS, "stores", "envoy", "browser")
+    known = ("vllm", "sglang", *TRANSPORTS, "stores", "envoy", "browser", "promtool")
     if not engines or set(engines) - {*known}:
         print(f"usage: install.py {'|'.join(known)} ...")
         return 2

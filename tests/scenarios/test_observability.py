@@ -4,10 +4,10 @@ holds no request up."""
 from __future__ import annotations
 
 import asyncio
-import shutil
 import subprocess
 import time
 
+import install
 import pytest
 from harness import FakeWorker, Product, fresh_tokens
 from pairs_kit import decode, nixl_prefill, prefill
@@ -42,10 +42,11 @@ async def test_what_a_cluster_of_pairs_shows_adds_up_and_prometheus_takes_it() -
     assert 'kvatlas_prompt_tokens_total{source="computed",worker="d"} 204.0' in text
     assert 'kvatlas_prompt_tokens_total{source="hbm",worker="d"} 96.0' in text
     assert found["kvatlas_requests_total"] == found["kvatlas_request_seconds_count"] == 3
-    if shutil.which("promtool") is None:
-        pytest.skip("promtool is not there: tests/engines/install.py promtool")
+    promtool = install.promtool()
+    if promtool is None:
+        pytest.skip(install.missing("promtool"))
     done = subprocess.run(
-        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False
+        [promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import install
 import promql_parser
 import pytest
 import yaml
@@ -26,10 +26,8 @@ RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
 #: What Prometheus itself adds to a series.
 SCRAPED = {"job", "instance", "le", "__name__"}
 
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None,
-    reason="promtool is not there: tests/engines/install.py promtool (or Debian's prometheus)",
-)
+PROMTOOL = install.promtool()
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=install.missing("promtool"))
 
 
 def page(name: str) -> dict[str, Any]:
@@ -146,10 +144,10 @@ def test_every_alert_says_what_to_do_and_is_fired_by_a_test() -> None:
             assert (ROOT / path).exists(), path
 
 
-def promtool(*args: object, stdin: str = "") -> str:
+def promtool(*args: object) -> str:
+    assert PROMTOOL is not None
     done = subprocess.run(
-        ["promtool", *map(str, args)],
-        input=stdin,
+        [PROMTOOL, *map(str, args)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -8,6 +8,7 @@ classes of tenants).
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry
@@ -82,8 +83,9 @@ class GatewayMetrics(Collector):
         self.registry = registry or CollectorRegistry()
         self.violations = 0
         self.violation_last = ""
-        self._counts: dict[str, dict[tuple[str, ...], float]] = {
-            name: {} if labels else {(): 0.0} for name, (_, labels) in _COUNTERS.items()
+        self._counts: dict[str, defaultdict[tuple[str, ...], float]] = {
+            name: defaultdict(float, {} if labels else {(): 0.0})
+            for name, (_, labels) in _COUNTERS.items()
         }
         self._flight: dict[str, int] = {}
         self._route_s = _Histogram("route_seconds", "body to engine chosen", _ROUTE_SECONDS)
@@ -112,12 +114,8 @@ class GatewayMetrics(Collector):
         """Nothing is asked when it is registered."""
         return ()
 
-    def _add(self, name: str, *labels: str, by: float = 1) -> None:
-        counts = self._counts[name]
-        counts[labels] = counts.get(labels, 0) + by
-
     def answered(self, endpoint: str, status: int, e2e_s: float) -> None:
-        self._add("requests", endpoint, str(status))
+        self._counts["requests"][endpoint, str(status)] += 1
         self._e2e_s.observe(e2e_s)
 
     def routed(self, route_s: float) -> None:
@@ -125,35 +123,35 @@ class GatewayMetrics(Collector):
 
     def fell(self, fallback: Fallback) -> None:
         labels = fallback.rung, fallback.reason, fallback.to, fallback.worker
-        self._add("fallbacks", *labels)
-        self._add("fallback_seconds", *labels, by=fallback.cost_s)
+        self._counts["fallbacks"][labels] += 1
+        self._counts["fallback_seconds"][labels] += fallback.cost_s
 
     def refused(self, reason: str) -> None:
-        self._add("requests_refused", reason)
+        self._counts["requests_refused"][reason,] += 1
 
     def of_tenant(self, tenant_class: str, result: str) -> None:
         """``result``: "routed", or why it was refused; "" is nobody's class."""
         if tenant_class:
-            self._add("tenant_requests", tenant_class, result)
+            self._counts["tenant_requests"][tenant_class, result] += 1
 
     def sent(self, worker: str, expected_hit_tokens: int) -> None:
-        self._add("worker_requests", worker)
+        self._counts["worker_requests"][worker,] += 1
         self._flight[worker] = self._flight.get(worker, 0) + 1
         if expected_hit_tokens > 0:
-            self._add("expected_hit_tokens", worker, by=expected_hit_tokens)
+            self._counts["expected_hit_tokens"][worker,] += expected_hit_tokens
 
     def left(self, worker: str, status: int) -> None:
         self._flight[worker] -= 1
-        self._add("worker_outcomes", worker, str(status))
+        self._counts["worker_outcomes"][worker, str(status)] += 1
 
     def unreportable(self) -> None:
-        self._add("reports_dropped")
+        self._counts["reports_dropped"][()] += 1
 
     def paired(self, prefill: str, decode: str) -> None:
-        self._add("pairs", prefill, decode)
+        self._counts["pairs"][prefill, decode] += 1
 
     def pairing_dropped(self) -> None:
-        self._add("pairing_fields_dropped")
+        self._counts["pairing_fields_dropped"][()] += 1
 
     def first_byte(self, ttft_s: float) -> None:
         self._ttft_s.observe(ttft_s)
@@ -166,23 +164,24 @@ class GatewayMetrics(Collector):
         tenant_class: str = "",
     ) -> None:
         """What a complete answer reported. ``tier_tokens``: from where its plan took the hit."""
+        counts = self._counts
         if usage is None:
-            self._add("usage_unreported", worker)
+            counts["usage_unreported"][worker,] += 1
         elif usage.violation:
             self.violations += 1
             self.violation_last = f"{worker}: {usage.violation}"
-            self._add("usage_violations", worker)
+            counts["usage_violations"][worker,] += 1
         else:
             completion_tokens = max(0, usage.completion_tokens)
-            self._add("completion_tokens", worker, by=completion_tokens)
-            self._add("cached_tokens", worker, by=max(0, usage.cached_tokens))
+            counts["completion_tokens"][worker,] += completion_tokens
+            counts["cached_tokens"][worker,] += max(0, usage.cached_tokens)
             parts = by_source(usage.prompt_tokens, usage.cached_tokens, tier_tokens)
             for source, tokens in parts:
-                self._add("prompt_tokens", worker, source, by=tokens)
+                counts["prompt_tokens"][worker, source] += tokens
             if tenant_class:
-                self._add("tenant_completion_tokens", tenant_class, by=completion_tokens)
+                counts["tenant_completion_tokens"][tenant_class,] += completion_tokens
                 for source, tokens in parts:
-                    self._add("tenant_prompt_tokens", tenant_class, source, by=tokens)
+                    counts["tenant_prompt_tokens"][tenant_class, source] += tokens
 
     def text(self) -> bytes:
         """The Prometheus text form of the whole registry, at once."""
