@@ -22,6 +22,9 @@ from page_kit import ARGS, Scene, scene
 HERE = Path(__file__).resolve().parent
 ROUNDS = 112
 SIZE = {"width": 1280, "height": 800}
+SHARP = 1.25
+BUSY = "document.querySelectorAll('#topology .link.busy').length"
+UPPER = {"x": 0, "y": 0, "width": 1280, "height": 1640}  # of the overview: tables go on below
 
 
 async def main() -> None:
@@ -40,15 +43,20 @@ async def main() -> None:
 
 async def draw(stage: Scene, browser: Browser, scheme: str) -> None:
     """The overview with requests in flight, and the explanation of one whose plans differ."""
-    context = await browser.new_context(viewport=SIZE, color_scheme=scheme, device_scale_factor=1.5)
+    context = await browser.new_context(
+        viewport=SIZE, color_scheme=scheme, device_scale_factor=SHARP
+    )
     page = await context.new_page()
-    stage.product.assembly.page.period_s = 0.5
+    stage.product.assembly.page.period_s = 0.2
     await page.goto(f"{stage.product.url}/kvatlas/")
     await page.locator("#topology svg").wait_for()
     await stage.rounds(4)  # so that prefixes and tenants are seen
-    flying = asyncio.ensure_future(stage.rounds(2, most=14, apart_s=1.0))
-    await asyncio.sleep(0.6)
-    await page.screenshot(path=HERE / f"page-{scheme}.png", full_page=True)
+    flying = asyncio.ensure_future(stage.rounds(6, most=16, apart_s=1.0))
+    for _ in range(500):
+        if flying.done() or await page.evaluate(BUSY) > 3:
+            break
+        await asyncio.sleep(0.02)
+    await page.screenshot(path=HERE / f"page-{scheme}.png", full_page=True, clip=UPPER)
     await flying
     await page.goto(f"{stage.product.url}/kvatlas/#request/{stage.telling()}")
     await page.locator("#candidates svg").first.wait_for()

@@ -34,6 +34,7 @@ from kvatlas.core.records import Publisher, Tier
 from kvatlas.core.tenancy import EVERYBODY
 from kvatlas.service.agent_announce import Announcer
 from kvatlas.service.agent_front import DESCRIPTION, AgentDescription, Served
+from kvatlas.service.decision_log import Entry
 from kvatlas.service.http import Request
 from kvatlas.service.http_reply import Reply
 from kvatlas.service.http_server import HttpServer
@@ -49,8 +50,8 @@ ARGS = (
 )
 GRID = 16
 OWN_BLOCKS = 400  # of an engine that has an agent
-RATE = 60_000.0  # tokens that an engine computes in a second
-LOAD_S = {Tier.DRAM: 2e-6, Tier.DISK: 8e-6, Tier.OBJECT: 2e-5}  # per token
+RATE = 20_000.0  # tokens that an engine computes in a second
+LOAD_S = {Tier.DRAM: 3e-6, Tier.DISK: 1.2e-5, Tier.OBJECT: 2.5e-5}  # per token
 KEY = "kva_key of {}"
 PAIRED, TIERED = "deepseek-v4-flash", "qwen3-32b"  # models by the names that clients use
 
@@ -237,11 +238,16 @@ class Scene(msgspec.Struct):
         del chats[:-12]
 
     def telling(self) -> str:
-        """The id of a late request whose candidates differ most in what they could resume."""
-        newest = self.product.assembly.log.newest(100)
+        """The id of a late request whose candidates would take most from different tiers."""
+        newest = self.product.assembly.log.newest(200)
         over = [entry for entry in newest if entry.regret_s is not None]
-        plans = {e.decision.id: [p.expected_tokens for p in e.decision.plans] for e in over}
-        return max(plans, key=lambda id: (len(plans[id]) > 2, max(plans[id]) - min(plans[id])))
+
+        def tiers(entry: Entry) -> tuple[int, int]:
+            found = [plan.tier_tokens for plan in entry.decision.plans]
+            kinds = {tier for tokens in found for tier, n in enumerate(tokens) if n}
+            return len(kinds), len(set(found))
+
+        return max(over, key=tiers).decision.id
 
     async def attached(self) -> None:
         """The gateway has heard of the agents' engines."""

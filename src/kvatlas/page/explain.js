@@ -65,7 +65,7 @@ function tierKeys(shown) {
   const names = ["hbm", "dram", "disk", "object", "peer"];
   const held = names.filter((_, tier) => shown.some((plan) => (plan.tier_tokens[tier] ?? 0) > 0));
   const coming = shown.some((plan) => plan.expected_tokens > plan.resume_tokens) ? [["coming", "being computed there now"]] : [];
-  return [...held.map((name) => [name, `held in ${name}`]), ...coming, ["computed", "to compute"]];
+  return [...held.map((name) => [name, name === "object" ? "held in a store" : name === "peer" ? "held by a peer" : `held in ${name}`]), ...coming, ["computed", "to compute"]];
 }
 
 function key(pairs, prefix, ...signs) {

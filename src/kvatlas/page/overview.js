@@ -171,7 +171,7 @@ function prefixes(state) {
 }
 
 function requests(state) {
-  return table([["Time"], ["Request"], ["Engine"], ["Status"], ["Prompt", "n"], ["Reused", "n"], ["First token", "n"], ["Regret", "n"]], state.recent.slice(0, RECENT_SHOWN).map((one) => [
+  return table([["Time", "tight"], ["Request"], ["Engine"], ["Status"], ["Prompt", "n"], ["Reused", "n"], ["First token", "n"], ["Regret", "n"]], state.recent.slice(0, RECENT_SHOWN).map((one) => [
     clock(one.at), h("a", { href: `#request/${encodeURIComponent(one.id)}`, "data-key": `request ${one.id}`, title: clean(one.id, 200) }, clean(one.id, 40)),
     one.worker ? clean(one.worker, 28) : "–", fate(one), one.prompt_tokens < 0 ? "–" : count(one.prompt_tokens),
     reused(one), seconds(one.ttft_s), seconds(one.regret_s),
@@ -193,7 +193,7 @@ function fate(one) {
 }
 
 function pairs(state) {
-  return table([["Prefill → decode"], ["State"], ["Over"], ["Hand-offs", "n"], ["Error", "n"]], state.pairs.map((pair) => [
+  return table([["Prefill → decode", "tight"], ["State"], ["Over", "tight"], ["Hand-offs", "n"], ["Error", "n"]], state.pairs.map((pair) => [
     `${clean(pair.prefill, 24)} → ${clean(pair.decode, 24)}`,
     [h("span", { class: `badge ${pair.state === "ok" ? "good" : pair.state === "degraded" ? "bad" : ""}` }, pair.state), pair.why ? h("div", { class: "soft small" }, clean(pair.why, 300)) : null],
     label(pair) || "–", count(pair.hand_offs), seconds(pair.hand_off_error_s),
