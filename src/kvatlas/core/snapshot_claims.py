@@ -7,6 +7,7 @@ up in the life that is read.
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
@@ -35,6 +36,9 @@ from kvatlas.errors import SnapshotError
 
 if TYPE_CHECKING:
     from kvatlas.core.directory import Directory, _Slot
+
+_RUN = 16  # places of a table that are read together
+_GOLDEN = 0.618
 
 T = TypeVar("T")
 
@@ -85,8 +89,8 @@ def _names(directory: Directory, life: _Slot) -> Iterator[Names]:
         for tier, book in zip(Tier, tiers, strict=True)
         if below or tier is Tier.HBM
     ]
-    for start in range(0, table.slots(), ROWS_MAX):
-        entries = table.entries(start, start + ROWS_MAX)
+    for starts in _spread(table.slots()):
+        entries = [entry for start in starts for entry in table.entries(start, start + _RUN)]
         if not entries:
             continue
         names, keys = zip(*entries, strict=True)
@@ -100,6 +104,17 @@ def _names(directory: Directory, life: _Slot) -> Iterator[Names]:
                 if 1 in flags
             ],
         )
+
+
+def _spread(slots: int) -> Iterator[range]:
+    """Where to read a table in runs, each place once: from all over it at any time. In its own
+    order all would come to one end of a table that grows, and each would be put behind all."""
+    pieces = max(-(-slots // ROWS_MAX), 1)
+    step = round(_GOLDEN * pieces) or 1
+    while math.gcd(step, pieces) > 1:
+        step += 1
+    for number in range(pieces):
+        yield range(number * step % pieces * _RUN, slots, pieces * _RUN)
 
 
 def _held(book: KeyTable, keys: tuple[bytes, ...], bit: int) -> bytes:
@@ -175,10 +190,12 @@ def _take_names(directory: Directory, life: _Slot, piece: Names) -> None:
     count = len(piece.keys) // KEY_BYTES
     _known(len(piece.keys) == count * KEY_BYTES and len(piece.names) == count * 8)
     keys = [piece.keys[i : i + KEY_BYTES] for i in range(0, len(piece.keys), KEY_BYTES)]
-    _known(all(map(any, keys)))  # a key of zeros means none
     table = life.claims._names
     _few(len(table) + count, life.claims._names_max)
-    table.add(struct.unpack(f"<{count}Q", piece.names), keys)
+    try:
+        table.add(struct.unpack(f"<{count}Q", piece.names), keys)
+    except ValueError as error:  # a key of zeros, which means none
+        raise SnapshotError(f"it contradicts itself: {error}") from error
     for lane, tier, flags in piece.held:
         _known(lane < len(life.pool.lanes) and len(flags) in (0, count))
         held = list(itertools.compress(keys, flags)) if flags else keys

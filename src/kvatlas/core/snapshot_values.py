@@ -17,7 +17,7 @@ from kvatlas.core.units import Part
 
 FORMAT = 1
 
-ROWS_MAX = 4096  # in one piece: what is read, or written, in one go
+ROWS_MAX = 2048  # in one piece: what is read, or written, in one go
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Keys = bytes  # joined
