@@ -66,7 +66,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline_s: SecondsOrNone = 0.0
     # Other gateways of these engines; at its start this one asks them what they know.
     peers: tuple[str, ...] = ()
-    warm_start_s: Seconds = 20.0
+    warm_start_s: Seconds = 30.0
 
 
 class PickerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
