@@ -1,4 +1,4 @@
-"""Room for files: what clients and engines need is asked of the system, and told where it is less."""
+"""Room for files: what clients and engines need is asked for, and told where it is less."""
 
 from __future__ import annotations
 
