@@ -40,6 +40,7 @@ NAMES = (
     "observe",
     "sealing",
     "tls",
+    "warm_start",
     "register",
     "observability",
 )
