@@ -234,6 +234,10 @@ async def test_a_laptop_shows_all_of_it(stage: Scene, browser: Browser, width: i
             await tab_.open(path)
             await tab_.until("document.querySelector('#topology svg, #candidates svg')")
             assert await tab_.value("document.documentElement.scrollWidth") <= width
+            inner = "[...document.querySelectorAll('.wide')].filter(e => e.offsetParent)"
+            hidden = f"{inner}.filter(e => e.scrollWidth > e.clientWidth + 1).length"
+            if width >= 1280 or "request" in path:
+                assert await tab_.value(hidden) == 0
 
 
 async def test_light_and_dark(stage: Scene, browser: Browser) -> None:

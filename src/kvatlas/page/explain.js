@@ -5,7 +5,7 @@ import { card, clean, h, svg } from "./dom.js";
 import { clock, count, percent, seconds, steps } from "./format.js";
 
 const SHOWN = 32;
-const SIDES = 394; // what the columns beside the pictures and the space between take
+const SIDES = 400; // what the columns beside the pictures and the space between take
 const WORDS = {
   wait: "wait in its queue", load: "load from lower tiers", recompute: "recompute the rest",
   hand_off: "hand over to the decode half", crowd: "slowed by others", charge: "what it takes from others",
@@ -38,7 +38,7 @@ function summary(told) {
 // -- candidates ----------------------------------------------------------------------------------
 
 function candidates(told, shown, width) {
-  const room = Math.max(820, width - SIDES);
+  const room = Math.max(520, width - SIDES);
   const line = Math.round(room * 0.44);
   const price = room - line;
   const reference = Math.max(told.ttft_s ?? 0, ...shown.map((plan) => plan.total_s));
