@@ -56,6 +56,13 @@ async def both(url: str, tmp_path: Path) -> AsyncIterator[Both]:
         await real.close()
 
 
+async def generation(both: Both) -> int:
+    """Of the store "st"."""
+    told = await both.ask(words.AskUsage("st"))
+    assert isinstance(told, words.ToldUsage)
+    return told.generation
+
+
 async def test_members_come_are_replaced_and_go(both: Both) -> None:
     told = await both.ask(join(member()))
     assert isinstance(told, words.Joined)
@@ -147,55 +154,58 @@ def records(count: int, owner: str, size: int = 10) -> tuple[Record, ...]:
 
 
 async def test_records_count_until_their_end_their_floor_or_their_generation(both: Both) -> None:
+    known = await generation(both)
     mine, theirs = records(300, f"{TENANT}.1.s"), records(5, f"{OTHER}.10")
     for at in (0, 200):
-        await both.ask(words.Commit("st", 1, mine[at : at + 200], ttl_ms=60_000))
-    await both.ask(words.Commit("st", 1, theirs, 1))
-    await both.ask(words.Commit("st", 2, theirs, 1))
+        await both.ask(words.Commit("st", known, mine[at : at + 200], ttl_ms=60_000))
+    await both.ask(words.Commit("st", known, theirs, 1))
+    await both.ask(words.Commit("st", known + 1, theirs, 1))
     keys = (*(r.key for r in (*mine[:3], *theirs)), b"none")
     await asyncio.sleep(0.01)
     told = await both.ask(words.AskRecords("st", keys))
     assert isinstance(told, words.ToldRecords)
     assert told.data == (mine[0].data,) * 3 + (None,) * 6
-    await both.ask(words.Commit("st", 1, theirs))
-    await both.ask(words.Commit("st", 1, mine[:1]))  # without an end from now on
+    await both.ask(words.Commit("st", known, theirs))
+    await both.ask(words.Commit("st", known, mine[:1]))  # without an end from now on
     await both.ask(words.Raise((Floor(TENANT, 0, "s"),)))
     await both.ask(words.AskRecords("st", keys))
-    await both.ask(words.Commit("st", 1, records(1, f"{TENANT}.7.s")))
+    await both.ask(words.Commit("st", known, records(1, f"{TENANT}.7.s")))
     for _ in range(3):
         await both.ask(words.ForgetOwner("st", Floor(TENANT, 0, "s")))
         await both.ask(words.AskUsage("st"))
     await both.ask(words.ForgetOwner("st", Floor(OTHER, 10)))
     await both.ask(words.ForgetOwner("st", Floor(OTHER, 11)))
     await both.ask(words.Withdraw("st", keys))
-    assert await both.ask(words.Expire("st", 1)) == words.Done(2)
-    assert await both.ask(words.Expire("st", 1)) == words.Done(2)
-    assert await both.ask(words.Expire("st", 9)) == words.Done(10)
+    assert await both.ask(words.Expire("st", known)) == words.Done(known + 1)
+    assert await both.ask(words.Expire("st", known)) == words.Done(known + 1)
+    assert await both.ask(words.Expire("st", known + 8)) == words.Done(known + 9)
     await both.ask(words.AskUsage("st"))
     await both.ask(words.AskUsage("another"))
 
 
 async def test_quotas_are_of_tenants(both: Both) -> None:
+    known = await generation(both)
     quota = {TENANT: 25}
     one, two, three = (records(1, f"{TENANT}.1.{s}") for s in "xyz")
-    said = await both.ask(words.Commit("st", 1, one + two + three + one, quota_bytes=quota))
+    said = await both.ask(words.Commit("st", known, one + two + three + one, quota_bytes=quota))
     assert isinstance(said, words.Committed)
     assert said.refused == (None, None, No.QUOTA, None)
     await both.ask(words.Withdraw("st", (one[0].key,)))
-    await both.ask(words.Commit("st", 1, three, quota_bytes=quota))
+    await both.ask(words.Commit("st", known, three, quota_bytes=quota))
     await both.ask(
-        words.Commit("st", 1, (Record(b"k", "plain", 0, b""), Record(b"l", "", 3, b"x")))
+        words.Commit("st", known, (Record(b"k", "plain", 0, b""), Record(b"l", "", 3, b"x")))
     )
     await both.ask(words.Withdraw("st", (b"k", b"l")))
     await both.ask(words.AskUsage("st"))
 
 
 async def test_what_is_too_much_is_refused(both: Both) -> None:
+    known = await generation(both)
     for question in (
         join(member("a" * 129)),
         words.AskRecords("st", (b"x",) * 1025),
-        words.Commit("st", 1, records(1, "a\0b")),
-        words.Commit("st", 1, records(257, "a")),
+        words.Commit("st", known, records(1, "a\0b")),
+        words.Commit("st", known, records(257, "a")),
         words.Raise((Floor(TENANT, 2**53),)),
         words.Expire("st", -1),
         words.PutTenants("x" * (8 << 20) + "x"),
@@ -204,7 +214,7 @@ async def test_what_is_too_much_is_refused(both: Both) -> None:
         assert isinstance(said, Refused)
         assert said.why is No.FULL
         assert said.about
-    large = await both.ask(words.Commit("st", 1, (Record(b"k", "o", 1, b"x" * 1025),)))
+    large = await both.ask(words.Commit("st", known, (Record(b"k", "o", 1, b"x" * 1025),)))
     assert isinstance(large, words.Committed)
     assert large.refused == (No.FULL,)
 
@@ -220,7 +230,8 @@ async def test_after_a_primary_was_killed_its_replica_answers(cluster: Cluster) 
         both = Both(opened(cluster.url, "killed"))
         await both.ask(join(member()))
         await both.ask(words.Raise((Floor(TENANT, 3),)))
-        await both.ask(words.Commit("st", 1, records(20, f"{TENANT}.7")))
+        known = await generation(both)
+        await both.ask(words.Commit("st", known, records(20, f"{TENANT}.7")))
         primary = cluster.primary("killed")
         cluster.copied(primary)
         cluster.servers[primary].kill()

@@ -100,12 +100,14 @@ async def test_a_full_one_refuses_and_loses_nothing(folder: Path) -> None:
     server = EmbeddedServer(folder, memory_bytes=4 << 20)
     await server.awake()
     register = opened(f"unix://{server.socket}")
-    kept = 0
+    first = await register.ask(words.AskUsage("st"), DEADLINE_S)
+    assert isinstance(first, words.ToldUsage)
+    known, kept = first.generation, 0
     for batch in range(100):
         records = tuple(
             Record(b"%d-%d" % (batch, i), "a" * 24 + ".1", 1, b"x" * 1000) for i in range(100)
         )
-        said = await register.ask(words.Commit("st", 1, records), DEADLINE_S)
+        said = await register.ask(words.Commit("st", known, records), DEADLINE_S)
         if isinstance(said, Refused):
             break
         kept += 100
@@ -115,8 +117,8 @@ async def test_a_full_one_refuses_and_loses_nothing(folder: Path) -> None:
     assert usage.records == kept > 0
     gone = await register.ask(words.Withdraw("st", tuple(b"0-%d" % i for i in range(100))), 5.0)
     assert isinstance(gone, words.Done)
-    assert isinstance(await register.ask(words.Expire("st", 1), DEADLINE_S), words.Done)
-    again = await register.ask(words.Commit("st", 2, records), DEADLINE_S)
+    assert isinstance(await register.ask(words.Expire("st", known), DEADLINE_S), words.Done)
+    again = await register.ask(words.Commit("st", known + 1, records), DEADLINE_S)
     assert isinstance(again, words.Committed)
     await register.close()
     await server.close()

@@ -29,14 +29,16 @@ CLUSTERS = count()
 TENANTS = ("a" * 24, "b" * 24, "é" * 24)
 SESSIONS = ("s", "t", "s.t")
 ENDS = ("", ".", ".1-2.s", ".x.s", ".01.s", "..s")
-names = st.sampled_from("abcde")
-lives = st.sampled_from("123")
-stores = st.sampled_from("xyz")
+names = st.sampled_from("abcd")
+lives = st.sampled_from("112")
+rarely = st.sampled_from([False] * 5 + [True])
+stores = st.sampled_from("xxxyz")
 tenants = st.sampled_from(TENANTS)
 epochs = st.sampled_from([0, 1, 2, 9, 10, 11])
 back = st.integers(0, 5)  # how long ago a revision or generation was told
 keys = st.sampled_from([b"key-%d\0\xff" % i for i in range(12)])
-ttls = st.sampled_from([1, 5, 60_000])
+ttls = st.sampled_from([2, 60_000, 60_000, 60_000])
+lease_ttls = st.sampled_from([1, 3, 10, 60_000])
 floors = st.one_of(
     st.builds(Floor, tenants, epochs),
     st.builds(Floor, tenants, epochs, st.sampled_from(SESSIONS)),
@@ -50,7 +52,11 @@ owners = st.one_of(
     ),
 )
 records = st.builds(
-    Record, keys, owners, st.integers(0, 30), st.sampled_from([b"", b"\0\xff\x80", b"x" * 40])
+    Record,
+    keys,
+    owners,
+    st.integers(0, 4),
+    st.sampled_from([b"", b"\0\xff\x80", b"x" * 30, b"x" * 31]),
 )
 
 
@@ -70,7 +76,11 @@ class Machine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.both = Both(opened(f"valkey://127.0.0.1:{self.port}", f"c{next(CLUSTERS)}"))
         self.revisions = [0, 1]  # that were told, of whatever
-        self.generations = [1, 1, 2]
+        self.generations: dict[str, int] = {}
+        self.there: dict[str, str] = {}  # names, and which life of each has joined last
+        self.holders: dict[str, str] = {}  # what, and who
+        for store in "xyz":
+            self.ask(words.AskUsage(store))
 
     def teardown(self) -> None:
         """At last, all that is there."""
@@ -85,12 +95,16 @@ class Machine(RuleBasedStateMachine):
     def ask(self, question: Question) -> Answer:
         said = self.loop.run_until_complete(self.both.ask(question))
         match said:
-            case words.Joined():
+            case words.Joined() if isinstance(question, words.Join):
+                self.there[question.member.name] = question.member.life
                 self.revisions += [said.members_rev, said.floors_rev, said.tenants_rev]
-            case words.Committed() | words.ToldUsage():
-                self.generations.append(said.generation)
-            case words.Held():
+            case words.Held() if isinstance(question, words.Acquire):
+                self.holders[question.what] = question.name
                 self.revisions.append(said.token)
+            case words.ToldUsage() if isinstance(question, words.AskUsage):
+                self.generations[question.store] = said.generation
+            case words.Done() if isinstance(question, words.Expire):
+                self.generations[question.store] = said.revision
         return said
 
     @rule(
@@ -102,17 +116,23 @@ class Machine(RuleBasedStateMachine):
     def join(self, one: Member, ttl_ms: int, known: int, odd: dict[str, int]) -> None:
         self.ask(join(one, ttl_ms=ttl_ms, known=told(self.revisions, known), **odd))
 
-    @rule(name=names, life=lives)
-    def leave(self, name: str, life: str) -> None:
-        self.ask(words.Leave(name, life))
+    def life(self, name: str, other: bool) -> str:
+        """Of a member that has joined, or not."""
+        return "other" if other else self.there.get(name, "1")
 
-    @rule(what=st.sampled_from("lmn"), name=names, life=lives, ttl_ms=ttls, above=back)
-    def acquire(self, what: str, name: str, life: str, ttl_ms: int, above: int) -> None:
+    @rule(name=names, other=rarely)
+    def leave(self, name: str, other: bool) -> None:
+        self.ask(words.Leave(name, self.life(name, other)))
+
+    @rule(what=st.sampled_from("lmmn"), name=names, other=rarely, ttl_ms=lease_ttls, above=back)
+    def acquire(self, what: str, name: str, other: bool, ttl_ms: int, above: int) -> None:
+        life = self.life(name, other)
         self.ask(words.Acquire(what, name, life, ttl_ms, told(self.revisions, above)))
 
-    @rule(what=st.sampled_from("lmn"), name=names, life=lives)
-    def release(self, what: str, name: str, life: str) -> None:
-        self.ask(words.Release(what, name, life))
+    @rule(what=st.sampled_from("lmn"), other=rarely)
+    def release(self, what: str, other: bool) -> None:
+        name = self.holders.get(what, "a")
+        self.ask(words.Release(what, name, self.life(name, other)))
 
     @rule(some=st.lists(floors, max_size=3))
     def floors_rise(self, some: list[Floor]) -> None:
@@ -130,8 +150,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(store=stores, some=st.lists(records, max_size=4), ttl_ms=st.sampled_from([0, 1, 60_000]))
     def commit(self, store: str, some: list[Record], ttl_ms: int) -> None:
-        quota = {TENANTS[0]: 40, "plain": 20}
-        generation = self.generations[-1]
+        quota = {TENANTS[0]: 12, "plain": 4}
+        generation = self.generations.get(store, 1)
         self.ask(words.Commit(store, generation, tuple(some), ttl_ms, quota))
 
     @rule(store=stores, some=st.lists(keys, max_size=6))
@@ -143,9 +163,9 @@ class Machine(RuleBasedStateMachine):
     def withdraw(self, store: str, some: list[bytes]) -> None:
         self.ask(words.Withdraw(store, tuple(some)))
 
-    @rule(store=stores, known=back)
-    def expire(self, store: str, known: int) -> None:
-        self.ask(words.Expire(store, told(self.generations, known)))
+    @rule(store=stores, more=st.sampled_from([-1, -1, -1, 0, 3]))
+    def expire(self, store: str, more: int) -> None:
+        self.ask(words.Expire(store, self.generations.get(store, 1) + more))
 
     @rule(store=stores, floor=floors)
     def forget(self, store: str, floor: Floor) -> None:

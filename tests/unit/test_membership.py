@@ -360,3 +360,17 @@ def test_of_two_who_change_the_tenants_the_second_is_told() -> None:
     overruled = list(itertools.chain(rig.of("a/1", Overruled), rig.of("b/1", Overruled)))
     assert overruled == [Overruled("blue")]
     assert [m for m in (a, b) if m.standing is not Standing.MEMBER] == []
+
+
+def test_what_was_written_before_a_store_lost_all_counts_in_no_register_to_come() -> None:
+    """Generations of an empty register must not be those that old writers know."""
+    record = words.Record(b"key", "owner", 1, b"data")
+    first, second = Register("first"), Register("second")
+    began = first.ask(words.AskUsage("store"), CLOCK_MS)
+    assert isinstance(began, words.ToldUsage)
+    first.ask(words.Expire("store", began.generation), CLOCK_MS + 1000)
+    late = words.Commit("store", began.generation, (record,))
+    told = second.ask(late, CLOCK_MS + 2000)
+    assert isinstance(told, words.Committed)
+    assert told.refused == (No.STALE,)
+    assert told.generation > began.generation + 1

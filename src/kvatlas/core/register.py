@@ -53,7 +53,7 @@ class _Kept(msgspec.Struct):
 
 
 class _Store(msgspec.Struct):
-    generation: int = 1
+    generation: int  # at first a time: it rises over an empty register
     records: dict[bytes, _Kept] = {}
     used_bytes: dict[str, int] = {}
 
@@ -313,7 +313,7 @@ class Register:
         """With some of what is over taken out, the oldest first; None: there are too many."""
         if name not in self._stores and len(self._stores) >= words.STORES_MAX:
             return None
-        store = self._stores.setdefault(name, _Store())
+        store = self._stores.setdefault(name, _Store(max(1, now_ms)))
         over = [
             (kept.until_ms, key)
             for key, kept in store.records.items()

@@ -273,8 +273,8 @@ local function of_store(ask)
       if redis.call('HLEN', stores) >= @STORES_MAX@ then
         return refused('full', '@STORES_MAX@ stores')
       end
-      generation = 1
-      redis.call('HSET', stores, store, '1')
+      generation = now -- it rises over an empty register
+      redis.call('HSET', stores, store, text(now))
     end
     local limit = {'LIMIT', 0, @COMMITS_MAX@}
     drop(keys, redis.call('ZRANGEBYSCORE', keys[4], '-inf', text(now), unpack(limit)))
