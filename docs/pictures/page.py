@@ -23,7 +23,6 @@ HERE = Path(__file__).resolve().parent
 ROUNDS = 112
 SIZE = {"width": 1280, "height": 800}
 SHARP = 1.25
-BUSY = "document.querySelectorAll('#topology .link.busy').length"
 UPPER = {"x": 0, "y": 0, "width": 1280, "height": 1640}  # of the overview: tables go on below
 
 
@@ -42,7 +41,7 @@ async def main() -> None:
 
 
 async def draw(stage: Scene, browser: Browser, scheme: str) -> None:
-    """The overview with requests in flight, and the explanation of one whose plans differ."""
+    """The overview, and the explanation of one whose plans differ."""
     context = await browser.new_context(
         viewport=SIZE, color_scheme=scheme, device_scale_factor=SHARP
     )
@@ -50,14 +49,9 @@ async def draw(stage: Scene, browser: Browser, scheme: str) -> None:
     stage.product.assembly.page.period_s = 0.2
     await page.goto(f"{stage.product.url}/kvatlas/")
     await page.locator("#topology svg").wait_for()
-    await stage.rounds(4)  # so that prefixes and tenants are seen
-    flying = asyncio.ensure_future(stage.rounds(6, most=16, apart_s=1.0))
-    for _ in range(500):
-        if flying.done() or await page.evaluate(BUSY) > 3:
-            break
-        await asyncio.sleep(0.02)
+    await stage.rounds(8)  # so that prefixes and tenants are seen
+    await asyncio.sleep(2 * stage.product.assembly.page.period_s)
     await page.screenshot(path=HERE / f"page-{scheme}.png", full_page=True, clip=UPPER)
-    await flying
     await page.goto(f"{stage.product.url}/kvatlas/#request/{stage.telling()}")
     await page.locator("#candidates svg").first.wait_for()
     await page.screenshot(path=HERE / f"page-explain-{scheme}.png", full_page=True)

@@ -93,7 +93,7 @@ function figures(state) {
     ["Requests", `${rate >= 10 ? Math.round(rate) : rate.toFixed(1)}/s`, `${count(flying)} in flight, ${count(state.decisions)} since the start`],
     ["Tokens reused", percent(tokens.known ? tokens.hit / tokens.known : null), `${short(tokens.hit)} of ${short(tokens.known)} prompt tokens`],
     ["First token", seconds(judged ? sum((b) => b.measured_s) / judged : null), judged ? `mean; predicted ${seconds(sum((b) => b.predicted_s) / judged)}` : "no stream was seen"],
-    ["Regret", seconds(judged ? sum((b) => b.regret_s) / judged : null), judged ? `mean per request, against the best plan` : "of streams only"],
+    ["Regret", seconds(judged ? sum((b) => b.regret_s) / judged : null), judged ? "mean of a request" : "of streams only"],
     met ? ["Objectives met", percent(state.objectives.met / met), `${count(met)} answers had one`]
       : ["Failed or refused", count(sum((b) => b.failed) + sum((b) => b.refused)), `${count(sum((b) => b.failed))} failed, ${count(sum((b) => b.refused))} refused`],
   ].map(([name, value, note]) => h("div", { class: "tile" }, h("dt", null, name), h("dd", null, h("b", { "data-figure": name }, value), h("span", { class: "soft small" }, note))));
