@@ -12,6 +12,7 @@ import asyncio
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,12 +29,15 @@ from rich.table import Table
 from benchmarks import events, gateways, world
 from benchmarks.directory import CHAIN_BLOCKS, made
 from benchmarks.gateway import tokenizer_in
-from benchmarks.gateway_peers import Stage
+from benchmarks.gateway_peers import START_S, Stage, free_port
 from benchmarks.peers import ROOT
+from kvatlas.config import WorkerConfig
 from kvatlas.core.directory import Limits
 from kvatlas.core.keys import Keyring
+from kvatlas.errors import EngineError
 from kvatlas.service.feed import Feed, Source
 from kvatlas.service.http_client import HttpClient
+from kvatlas.service.probe import pulse
 from kvatlas.workload.published import PUBLISHED
 
 ENGINES, HOLDERS = 1_000, 100_000_000
@@ -60,7 +64,8 @@ class Costs(NamedTuple):
     holder_bytes: float
     feed_files: float  # open files per engine
     idle_us: float  # per second and engine of which nothing is heard
-    page_bytes: float  # of /metrics, per engine
+    look_us: float  # at an engine: its health, its page of metrics
+    page_bytes: float  # of our own /metrics, per engine
 
 
 def _filled(engines: int) -> dict[str, float]:
@@ -95,12 +100,46 @@ async def _feed(engines: int = 100) -> tuple[float, float]:
     return files / engines + 1, 1e6 * idle_s / engines  # and its connection, once it is there
 
 
+async def _look_us(looks: int = 100) -> float:
+    """One look at an engine that answers with a page that vLLM 0.32 gave."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = ROOT / "tests" / "fixtures" / "recorded" / "nixl_decode_after.prom"
+        shutil.copy(page, Path(folder) / "metrics")
+        (Path(folder) / "health").write_text("")
+        port, client = free_port(), HttpClient()
+        server = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "http.server", str(port), "--directory", folder),
+            *("--protocol", "HTTP/1.1"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        worker = WorkerConfig(name="w", url=f"http://127.0.0.1:{port}", engine="vllm", events="")
+        try:
+            until = time.monotonic() + START_S
+            while True:
+                try:
+                    await pulse(client, worker, 30.0)
+                    break
+                except EngineError:
+                    if time.monotonic() > until:
+                        raise
+                    await asyncio.sleep(0.2)
+            began = time.process_time()
+            for _ in range(looks):
+                await pulse(client, worker, 30.0)
+            return 1e6 * (time.process_time() - began) / looks
+        finally:
+            await client.close()
+            server.kill()
+            await server.wait()
+
+
 async def _page_bytes(port: int, engine: str) -> float:
     """What one engine adds to the page of metrics."""
     client = HttpClient()
     answer = await client.request("GET", f"http://127.0.0.1:{port}/metrics")
     await client.close()
-    return float(sum(len(line) + 1 for line in answer.body.splitlines() if engine in line))
+    return float(sum(len(line) + 1 for line in answer.body.splitlines() if engine.encode() in line))
 
 
 def measure() -> Costs:
@@ -112,10 +151,9 @@ def measure() -> Costs:
     messages, _ = world.messages(1, CHAIN_BLOCKS, 16, CHAIN_BLOCKS, encode)
     files, idle_us = asyncio.run(_feed())
     with tempfile.TemporaryDirectory() as scratch, Stage() as stage:
-        tokenizer = tokenizer_in(Path(scratch))
-        served = gateways.measure(stage, tokenizer, rounds=2)["one"]
-        _, port = stage.kvatlas(tokenizer)
-        page_bytes = asyncio.run(_page_bytes(port, '"w0'))
+        both = gateways.two(stage, tokenizer_in(Path(scratch)))
+        served = gateways.measure(stage, both, rounds=2)["one"]
+        page_bytes = asyncio.run(_page_bytes(both["a"][1], '"w0'))
     return Costs(
         request_us=served["request_us"],
         chunk_us=served["chunk_us"],
@@ -128,6 +166,7 @@ def measure() -> Costs:
         holder_bytes=many["bytes_per_holder"],
         feed_files=files,
         idle_us=idle_us,
+        look_us=asyncio.run(_look_us()),
         page_bytes=page_bytes,
     )
 
@@ -153,9 +192,8 @@ def load(costs: Costs, engines: int) -> Load:
     hashing_us = costs.hash_us * _TRACE["prompt_mean"] / BLOCK_TOKENS
     request_us = costs.request_us + costs.engine_us * engines + hashing_us
     shared = (requests * request_us + chunks * costs.chunk_us) / 1e6
-    # A block that leaves costs no more than one that comes; a look at an engine no more than a
-    # request does.
-    polls = engines / POLL_S * costs.request_us
+    # A block that leaves costs no more than one that comes, an agent no more than an engine.
+    polls = engines * (1 + 1 / PER_NODE) / POLL_S * costs.look_us
     each = (2 * blocks * costs.wire_us + polls + engines * costs.idle_us) / 1e6
     count = shared / (BUSY - each) if each < BUSY else math.inf
     return Load(engines, requests, chunks, blocks, shared, each, count)
@@ -177,7 +215,7 @@ def limits(costs: Costs) -> dict[str, int]:
     each = HOLDERS / ENGINES
     found = {
         "one gateway process: a core": full_at(lambda n: load(costs, n).gateways <= 1),
-        "default [directory] blocks_max": int(Limits().holders_max / each),
+        "blocks_max, its default": int(Limits().holders_max / each),
         "publishers of a directory": Limits().publishers_max,
         "events and polls, in every gateway": full_at(lambda n: load(costs, n).each < BUSY),
         "64 GB for one directory": int(64e9 / costs.holder_bytes / each),

@@ -311,7 +311,9 @@ def samples(metrics: str, names: Iterable[str]) -> Iterator[tuple[str, dict[str,
     """The lines of a Prometheus page that have one of these names: name, labels, the figure as it
     stands there (`figure` reads it)."""
     either = "|".join(map(re.escape, names))
-    for name, labels, text in re.findall(rf"(?m)^({either})(?:\{{(.*)\}})? (\S+)", metrics):
+    # By the newline before it: where a line begins (?m) is asked at every character of the page.
+    lines = re.findall(rf"\n({either})(?:\{{(.*)\}})? (\S+)", "\n" + metrics)
+    for name, labels, text in lines:
         yield name, dict(_LABEL.findall(labels)), text
 
 
