@@ -17,7 +17,7 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     callers do not say themselves whether they are kept."""
 
     otlp: str = ""
-    sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
     service_name: str = "kvatlas"
 
 

@@ -17,13 +17,14 @@ from kvatlas.config_tracing import TracingConfig
 from kvatlas.service.tracing import Traced
 
 PROMPT = fresh_tokens(100)
+ALL = TracingConfig(sample_ratio=1.0)
 
 
 @contextlib.asynccontextmanager
 async def traced(product: Product) -> AsyncIterator[Collector]:
     """Its requests go to this collector from now on."""
     async with collecting() as collector, exporting(collector.url) as exporter:
-        product.gateway._steer = Traced(product.assembly.steering, exporter, TracingConfig())
+        product.gateway._steer = Traced(product.assembly.steering, exporter, ALL)
         yield collector
 
 
