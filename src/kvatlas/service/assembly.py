@@ -72,6 +72,10 @@ _FIRST_LOOK_S = 5.0
 class Assembly:
     """`start` it on a running loop, `close` it. ``steering`` is what the gateway asks."""
 
+    feed: Feed
+    engines: Engines
+    agents: Agents
+
     def __init__(
         self,
         config: Config,
@@ -84,13 +88,9 @@ class Assembly:
         """``clock`` times the decisions; ``timing`` and ``register``: instead of the file's. Raises
         ConfigError for a secret, a tokenizer, a layout, proofs or a device that cannot be used."""
         self.config = config
-        health_s = config.gateway.health_timeout_s
-        self.timing = timing or msgspec.structs.replace(TIMING, timeout_s=health_s)
+        self.timing = timing or _timing(config)
         self._feed_limits = feed_limits
-        limits = Limits(
-            holders_max=config.directory.blocks_max,
-            holders_per_publisher_max=config.directory.blocks_per_publisher_max,
-        )
+        limits = _limits(config)
         keyring = Keyring(_secret(config.keys.secret_file))
         self._proofs = all_proofs(config.directory.proofs)
         for worker in config.worker:
@@ -102,11 +102,7 @@ class Assembly:
         self.directory = Directory(keyring, limits)
         self.log = DecisionLog(config.router.explain_max, config.router.decision_log)
         self.tokenizer = self._load_tokenizer()
-        params = Params(
-            policy=config.router.policy,
-            prefill_tokens_per_s=config.router.prefill_tokens_per_s,
-            prefill_flops_per_s=_prior(config.router),
-        )
+        params = _params(config.router)
         rules = config.admission
         self.recorder = _recorder(config, params, limits, rules)
         self.dispatcher = Dispatcher(
@@ -133,9 +129,6 @@ class Assembly:
         self.steering.health_notes.append(self.warm.notes)
         self.layout_errors: dict[str, str] = {}
         self.members: dict[str, Member] = {}  # worker → what it computes with
-        self.feed: Feed
-        self.engines: Engines
-        self.agents: Agents
         self.replica: Replica | None = None  # where there is a register
         self._register = register
         self._agents_wanted = config.agent
@@ -408,6 +401,26 @@ def _same_engine(one: WorkerConfig, other: WorkerConfig) -> bool:
 def _recorder(config: Config, params: Params, limits: Limits, rules: Rules) -> Recorder | None:
     path, max_bytes = config.router.recording, config.router.recording_max_bytes
     return Recorder(path, max_bytes, params, limits, rules) if path else None
+
+
+def _timing(config: Config) -> Timing:
+    return msgspec.structs.replace(TIMING, timeout_s=config.gateway.health_timeout_s)
+
+
+def _limits(config: Config) -> Limits:
+    directory = config.directory
+    return Limits(
+        holders_max=directory.blocks_max,
+        holders_per_publisher_max=directory.blocks_per_publisher_max,
+    )
+
+
+def _params(router: RouterConfig) -> Params:
+    return Params(
+        policy=router.policy,
+        prefill_tokens_per_s=router.prefill_tokens_per_s,
+        prefill_flops_per_s=_prior(router),
+    )
 
 
 def _prior(router: RouterConfig) -> float:

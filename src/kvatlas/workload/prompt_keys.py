@@ -7,7 +7,6 @@ from functools import lru_cache
 from hashlib import blake2b
 from math import gcd
 from struct import pack
-from sys import byteorder
 
 import msgspec
 
@@ -17,6 +16,7 @@ from kvatlas.core.layout import Layout
 TOKEN_BYTES = 4
 ID_BYTES = 8  # of a trace's hash id, which is below 2**63
 _KEY_END = 1 << 64
+_BIG_ENDIAN = not array("H", [1]).tobytes()[0]
 _KEYRING = Keyring(b"kvatlas.workload.prompt_keys")  # any: but the same in all engines
 
 
@@ -185,7 +185,7 @@ def _block_keys(root: bytes, hash_ids: tuple[int, ...]) -> list[int]:
 def _numbers(digests: list[bytes]) -> list[int]:
     """The first half of each digest."""
     halves = array("Q", b"".join(digests))[::2]
-    if byteorder == "big":
+    if _BIG_ENDIAN:
         halves.byteswap()
     return halves.tolist()
 
