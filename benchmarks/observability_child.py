@@ -1,26 +1,34 @@
-"""What the figures of metrics and traces need beside the gateway.
+"""What the figures of metrics and traces need beside the load client.
 
-``python -m benchmarks.observability_child blind ...``: ``kvatlas serve ...`` that counts nothing.
-``... collect``: a collector of spans that takes all and keeps nothing; prints its port.
+``python -m benchmarks.observability_child serve ...``: ``kvatlas serve ...``, but requests in
+turn are counted nowhere, counted, traced as by default, and all traced. At its end it prints what
+each took. ``... collect``: a collector of spans that takes all and keeps nothing; prints its port.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
-from collections.abc import Callable
+import time
+from typing import Any
 
 import uvloop
 
 from kvatlas.cli import serve
 from kvatlas.cli.main import main
+from kvatlas.config_tracing import TracingConfig
 from kvatlas.core.ladder import Fallback
+from kvatlas.service.gateway import Gateway
 from kvatlas.service.http import Request
 from kvatlas.service.http_reply import Reply
 from kvatlas.service.http_server import HttpServer
 from kvatlas.service.metrics import GatewayMetrics
-from kvatlas.service.steer import Inbound, Route, Target
+from kvatlas.service.tracing import Traced
+from kvatlas.service.tracing_export import Exporter
+
+NEITHER, METRICS, SOME, ALL = SIDES = ("neither", "metrics", "some traces too", "all traces too")
 
 
 class Blind(GatewayMetrics):
@@ -43,19 +51,55 @@ class Blind(GatewayMetrics):
     def used(self, *_: object) -> None: ...
 
 
-class Still:
-    """A `Steer` that knows one engine, and does nothing else."""
+class Turns:
+    """Processor seconds of the event loop's thread from one request's start to the next one's."""
 
-    target = Target("w0", "http://127.0.0.1:1", (), 1500, tier_tokens=(1500,))
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+        self.flushed_s = 0.0  # what goes to the exporter's process comes at any time
+        self._began_s = self._flushed_before_s = 0.0
+        self._side = ""
+        self._left: list[str] = []
 
-    async def choose(self, request: Inbound) -> Route:
-        return Route(request.id, (self.target,), 2000)
+    def next(self) -> str:
+        """Whose turn it is: each once in four, in an order that no cycle of prompts has."""
+        now_s = time.thread_time()
+        if self._side:
+            took_s = now_s - self._began_s - (self.flushed_s - self._flushed_before_s)
+            self.seconds[self._side].append(took_s)
+        self._left = self._left or random.sample(SIDES, len(SIDES))
+        self._side = self._left.pop()
+        self._flushed_before_s, self._began_s = self.flushed_s, time.thread_time()
+        return self._side
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return _nothing
+
+TURNS = Turns()
 
 
-def _nothing(*_: object) -> None: ...
+class InTurn(Gateway):
+    """One request at a time, each the next side's."""
+
+    def __init__(self, config: Any, steer: Any, **more: Any) -> None:
+        super().__init__(config, steer, **more)
+        assert isinstance(steer, Traced)
+        plain, counts, exporter = steer._steer, self.metrics, steer._exporter
+        some = Traced(plain, exporter, TracingConfig())
+        both = (Blind(), plain), (counts, plain), (counts, some), (counts, steer)
+        self._sides: dict[str, tuple[GatewayMetrics, Any]] = dict(zip(SIDES, both, strict=True))
+
+    async def _handle(self, request: Request, reply: Reply) -> None:
+        if request.path.startswith("/v1/"):
+            self.metrics, self._steer = self._sides[TURNS.next()]
+        await super()._handle(request, reply)
+
+
+class Timed(Exporter):
+    """Its own share is told by itself."""
+
+    def _write(self) -> None:
+        began_s = time.thread_time()
+        super()._write()
+        TURNS.flushed_s += time.thread_time() - began_s
 
 
 async def _collect() -> None:
@@ -72,5 +116,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "collect":
         uvloop.run(_collect())
     else:
-        serve.GatewayMetrics = Blind  # type: ignore[misc]
-        sys.exit(main(["serve", *sys.argv[2:]]))
+        serve.Gateway, serve.Exporter = InTurn, Timed  # type: ignore[misc]
+        status = main(sys.argv[1:])
+        print(json.dumps({"seconds": TURNS.seconds, "flushed_s": TURNS.flushed_s}), flush=True)
+        sys.exit(status)
