@@ -68,12 +68,11 @@ async def _measured(folder: Path) -> dict[str, Any]:
     servers = Servers(place_of(f"unix://{server.socket}"), slot_key(NAME))
     register = ValkeyRegister(servers, NAME)
     try:
+        generation = (await _usage(register)).generation
         for _ in range(FILLED // COMMITS_MAX):
-            await _commit(register, tuple(_record() for _ in range(COMMITS_MAX)))
-        commits, pings = await _paced(register, servers)
-        usage = await register.ask(AskUsage(STORE), DEADLINE_S)
-        assert isinstance(usage, ToldUsage)
-        assert usage.records >= FILLED + len(commits)
+            await _commit(register, generation, tuple(_record() for _ in range(COMMITS_MAX)))
+        commits, pings = await _paced(register, servers, generation)
+        assert (await _usage(register)).records >= FILLED + len(commits)
         stats = await (await servers.client()).info("commandstats")
     finally:
         await register.close()
@@ -91,14 +90,22 @@ async def _measured(folder: Path) -> dict[str, Any]:
     }
 
 
-async def _paced(register: ValkeyRegister, servers: Servers) -> tuple[list[float], list[float]]:
+async def _usage(register: ValkeyRegister) -> ToldUsage:
+    said = await register.ask(AskUsage(STORE), DEADLINE_S)
+    assert isinstance(said, ToldUsage)
+    return said
+
+
+async def _paced(
+    register: ValkeyRegister, servers: Servers, generation: int
+) -> tuple[list[float], list[float]]:
     """Seconds of each, from when it was due."""
     commits: list[float] = []
     pings: list[float] = []
 
     async def commit(due_s: float) -> None:
         try:
-            await _commit(register, (_record(),))
+            await _commit(register, generation, (_record(),))
         except RegisterError:
             return  # it is missing among those that were measured
         commits.append(time.perf_counter() - due_s)
@@ -120,9 +127,9 @@ async def _paced(register: ValkeyRegister, servers: Servers) -> tuple[list[float
     return commits, pings
 
 
-async def _commit(register: ValkeyRegister, records: tuple[Record, ...]) -> None:
+async def _commit(register: ValkeyRegister, generation: int, records: tuple[Record, ...]) -> None:
     quota = dict.fromkeys(TENANTS, 1 << 40)
-    said = await register.ask(Commit(STORE, 1, records, DAY_MS, quota), DEADLINE_S)
+    said = await register.ask(Commit(STORE, generation, records, DAY_MS, quota), DEADLINE_S)
     assert isinstance(said, Committed)
     assert not any(said.refused)
 

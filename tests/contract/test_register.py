@@ -103,7 +103,13 @@ async def test_leases_have_one_holder_and_tokens_rise(both: Both) -> None:
     await both.ask(join(member()))
     await both.ask(join(member("b")))
     assert await both.ask(words.Acquire("x", "a", "1", 60_000)) == Refused(No.HELD)
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.45)  # by the server's clock, so that no lease of before can be left
+    first = await both.ask(words.Acquire("y", "a", "1", 400))
+    assert await both.ask(words.Acquire("y", "b", "1", 400)) == Refused(No.HELD, "a")
+    assert await both.ask(words.Acquire("y", "a", "1", 400)) == first
+    assert isinstance(first, words.Held)
+    risen = await both.ask(words.Acquire("y", "a", "1", 400, above=first.token + 7))
+    assert risen == words.Held("y", first.token + 8)
     one = await both.ask(words.Acquire("x", "a", "1", 5))
     assert isinstance(one, words.Held)
     await asyncio.sleep(0.01)
@@ -165,6 +171,9 @@ async def test_records_count_until_their_end_their_floor_or_their_generation(bot
     told = await both.ask(words.AskRecords("st", keys))
     assert isinstance(told, words.ToldRecords)
     assert told.data == (mine[0].data,) * 3 + (None,) * 6
+    await both.ask(words.Commit("st", known, mine[1:2], ttl_ms=1))  # which it has for longer
+    await asyncio.sleep(0.01)
+    await both.ask(words.AskRecords("st", keys))
     await both.ask(words.Commit("st", known, theirs))
     await both.ask(words.Commit("st", known, mine[:1]))  # without an end from now on
     await both.ask(words.Raise((Floor(TENANT, 0, "s"),)))

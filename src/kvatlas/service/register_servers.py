@@ -25,7 +25,7 @@ from valkey.exceptions import ValkeyError
 from kvatlas.config_register import HOSTS_MAX, Place
 from kvatlas.errors import RegisterError
 
-CONNECTIONS_MAX = 8
+CONNECTIONS_MAX = 32  # each is made when it is needed first
 LOOK_S = 0.5  # for servers to say where the slot is
 PAUSE_S = 0.05  # after a failure, doubled up to the next
 PAUSE_MAX_S = 1.0
