@@ -19,7 +19,7 @@ from kvatlas.sim.faults import KINDS
 from kvatlas.sim.faults_run import Report, run_seed, run_seeds
 
 #: Cheap worlds in which, all together, every kind of fault takes effect.
-WORLDS = (4, 6, 9, 13, 19, 22, 23, 33, 35, 36, 37, 38, 41, 45, 47, 56, 70, 148)
+WORLDS = (13, 21, 30, 33, 38, 44, 47, 56, 70, 148)
 #: Where a canary is found that seed 0 does not find.
 FOUND_BY = {"bounds": 3, "convergence": 4, "over-promise": 1, "unexplained-error": 9}
 

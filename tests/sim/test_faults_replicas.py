@@ -5,11 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvatlas.core.forgetting import Floor
+from kvatlas.core.register_values import Answer, Raise
 from kvatlas.sim.checkers_register import RegisterWatch
 from kvatlas.sim.checkers_view import Judge
 from kvatlas.sim.faults import Fault, Scenario
 from kvatlas.sim.faults_cluster import scenario
+from kvatlas.sim.faults_register import SimRegister
 from kvatlas.sim.faults_world import FaultWorld
+from kvatlas.sim.timeline import Timeline
 
 PLAN = next(
     plan
@@ -100,3 +104,26 @@ def test_what_members_say_is_judged() -> None:
     members.living["gateway-1"].identity = "another secret"
     stage.world.run(34.0)
     assert stage.checkers.found["membership"]
+
+
+def test_a_register_that_falls_back_lacks_the_last_writes_and_an_empty_one_everything() -> None:
+    timeline = Timeline()
+    register = SimRegister(timeline, 0)
+    old, new = Floor("a" * 24, 1), Floor("b" * 24, 1)
+    heard: list[Answer] = []
+    for at, floor in ((1.0, old), (5.0, new)):
+        timeline.at(at, register.ask, "gateway", Raise((floor,)), heard.append)
+    while timeline.step():
+        pass
+    assert len(heard) == 2
+    assert register.floors().has(new)
+    register.fall_back(2.0, 1.0)
+    assert (register.floors().has(old), register.floors().has(new)) == (True, False)
+    before = register.core.created
+    register.empty(2.0)
+    assert register.core.created != before
+    assert not register.floors().has(old)
+    register.ask("gateway", Raise((new,)), heard.append)
+    while timeline.step():
+        pass
+    assert len(heard) == 2, "it is away: nothing is answered"

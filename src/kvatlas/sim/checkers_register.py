@@ -46,7 +46,8 @@ class RegisterWatch:
         self._ttl_s = members.params.ttl_s
         self._tokens: dict[str, tuple[int, str]] = {}  # lease → highest token, and who has it
         self._knows: dict[str, Floors] = {}  # by life
-        self._kept: dict[Floor, float] = {}  # acknowledged when, and known to somebody since
+        self._kept: dict[Floor, float] = {}  # said when, and known to somebody since
+        self._there: dict[Floor, float] = {}  # of them: since when the register has it
         self._others: dict[str, tuple[str, ...]] = {}  # by life: who it took for there
         self._joined: dict[str, float] = {}  # name → when the register last took it
         self._contents = [0]  # the present content of the store; several where one cannot know
@@ -66,6 +67,7 @@ class RegisterWatch:
     def raised(self, member: SimMember, floor: Floor) -> None:
         """See `MembersWatch`."""
         self._floors_of(member).put(floor)
+        self._kept.setdefault(floor, self._checkers.clock())
 
     def replaced(self, lost_s: float) -> None:
         """See `MembersWatch`. That a store has lost all may be among what nobody knows any more."""
@@ -167,7 +169,7 @@ class RegisterWatch:
                 self._granted(what, f"{name}, {life}", token)
             case words.Raise(floors), words.Done():
                 for floor in floors:
-                    self._kept.setdefault(floor, self._checkers.clock())
+                    self._there.setdefault(floor, self._checkers.clock())
             case words.Expire(), words.Done(generation):
                 if generation != self._generation:
                     self._generation = generation
@@ -183,7 +185,7 @@ class RegisterWatch:
         self._tokens[what] = max((highest, had), (token, holder))
 
     def _records(self, host: str, keys: tuple[bytes, ...], told: words.ToldRecords) -> None:
-        floors = Floors(self._kept)
+        floors = Floors(self._there)
         uncertain = self._checkers.clock() < self._members.register.lost_at + BACK_S
         for key, data in zip(keys, told.data, strict=True):
             if data is None:
@@ -209,6 +211,8 @@ class RegisterWatch:
             for floor, at in self._kept.items()
             if there.has(floor) or any(known.has(floor) for known in living)
         }
+        now = self._checkers.clock()
+        self._there = {f: self._there.get(f, now) for f in self._kept if there.has(f)}
         for name, member in self._members.living.items():
             quiet_s = self._checkers.clock() - self._quiet_since(name)
             if member.loop.moves and quiet_s > BACK_S:
@@ -221,7 +225,7 @@ class RegisterWatch:
         if core.standing is not Standing.MEMBER:
             self._report("membership", f"{member.host} is {core.standing}: {core.problem}")
             return
-        due = [floor for floor, at in self._kept.items() if now - at > BACK_S]
+        due = [floor for floor, at in self._kept.items() if self._due(floor, at)]
         if lost := [floor for floor in due if not self._floors_of(member).has(floor)]:
             self._report("lost-floor", f"{member.host} does not know {lost[0]}")
         others = {other.name: other.life for other in core.others}
@@ -234,6 +238,18 @@ class RegisterWatch:
         for name in sorted(dead) if quiet_s > ttl_s + LATE_S else ():
             if now - (died := self._members.died[name]) > ttl_s + LATE_S:
                 self._report("membership", f"{member.host} knows {name}, dead since {died:.1f} s")
+
+    def _due(self, floor: Floor, said_at: float) -> bool:
+        """Has everybody had the time to learn it, from the register, or who tells that?"""
+        now = self._checkers.clock()
+        if floor in self._there:
+            return now - max(said_at, self._there[floor]) > BACK_S
+        knowers = [
+            self._quiet_since(name)
+            for name, member in self._members.living.items()
+            if self._floors_of(member).has(floor)
+        ]
+        return now - max(said_at, min(knowers, default=now)) > BACK_S
 
     def _check_led(self) -> None:
         """Somebody leads again, in the end."""

@@ -22,6 +22,7 @@ from kvatlas.sim.faults import (
 
 SHARE = 0.35  # of the seeds that have several gateways
 WITH_REGISTER = 0.85  # of these
+_NEW_LIVES = ("crash", "vanish", "renumber", "reset")
 _OF_MEMBERS = ("register_cut", "member_clock", "namesake", "stranger", "purge")
 
 
@@ -65,6 +66,10 @@ def _of_replicas(draw: random.Random, plan: Scenario) -> list[Fault]:
             lasting_s = draw.uniform(0.05, draw.choice((0.5, 5.0, 30.0)))
             warm_s = warm.choice((0.0, 0.02, 0.5, 5.0)) * warm.random()
             faults.append(Fault(at, kind, draw.choice(hosts), lasting_s, warm_s))
+            if warm_s > 0.1 and warm.random() < 0.5:  # what a peer told is not true any more
+                engine = warm.choice(plan.members).name
+                at += lasting_s + warm.uniform(0.0, warm_s)
+                faults.append(Fault(at, warm.choice(_NEW_LIVES), engine, warm.uniform(0.01, 0.2)))
         else:
             lasting_s = draw.uniform(0.1, draw.choice((2.0, 10.0, 40.0)))
             way = f"{draw.choice(others)}@{draw.choice(hosts)}"
@@ -94,7 +99,18 @@ def _of_register(draw: random.Random, plan: Scenario) -> list[Fault]:
             case "purge":
                 lasting_s = 0.0
         faults.append(Fault(at, kind, target, lasting_s, amount))
-    return faults
+    return [*faults, *_just_before(plan, faults)]
+
+
+def _just_before(plan: Scenario, faults: list[Fault]) -> list[Fault]:
+    """Something is to be forgotten just when the register is going to forget it."""
+    draw = random.Random(f"kvatlas.faults.behind.1/{plan.seed}")
+    return [
+        Fault(fault.at - draw.uniform(0.0, fault.amount), "purge", host, 0.0, draw.random())
+        for fault in faults
+        for host in draw.sample(hosts_of(plan), 1)
+        if fault.kind == "register_behind" and draw.random() < 0.7
+    ]
 
 
 def _forgetful(plan: Scenario) -> Scenario:

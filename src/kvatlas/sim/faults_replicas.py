@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvatlas.sim.faults_members import Members
     from kvatlas.sim.faults_world import FaultWorld
 
-BROKEN_SHARE = 0.15  # of the snapshots
+BROKEN_SHARE = 0.3  # of the snapshots
 TRIES_MAX = 8  # of one client, each at another process
 
 
