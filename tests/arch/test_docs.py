@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -241,3 +242,23 @@ def test_files_named_in_pages_exist() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
     assert listed == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+
+
+# -- pages that follow others ---------------------------------------------------------------------
+
+
+def test_the_page_of_commands_is_what_the_code_says() -> None:
+    spec = importlib.util.spec_from_file_location("reference", DOCS / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    again = "python docs/reference.py writes it anew"
+    assert (DOCS / "cli.md").read_text("utf-8") == made.page(), again
+
+
+def test_getting_started_has_the_same_commands_in_both_languages() -> None:
+    def blocks(page: str) -> list[str]:
+        return re.findall(r"(?ms)^```.*?^```", (DOCS / page).read_text("utf-8"))
+
+    assert blocks("getting-started.zh.md") == blocks("getting-started.md")
