@@ -64,7 +64,7 @@ class Replica:
         self.host = host
         self.life = 0
         self.up = False
-        self.warm = False  # did the present life take up what a peer knew?
+        self.warm = False  # did the present life begin to take up what a peer knew?
         self._jumped_s = 0.0
         self._draw = random.Random(f"kvatlas.warm/{world.scenario.seed}/{host}")
         self.plan = world.scenario
@@ -141,9 +141,9 @@ class Replica:
         self.loop.at(self.loop.now + warm_s, self._take, told, runs)
 
     def _take(self, told: bytes, runs: dict[Publisher, Run]) -> None:
+        self.warm = True
         taken = take(self.gateway, self._world.keyring, told)
         if taken is not None:
-            self.warm = True
             self.view.took({publisher: runs[publisher] for publisher in taken.places})
 
     def join(self, members: Members) -> None:
