@@ -324,10 +324,6 @@ class Product:
         rows = (await self.workers()).values()
         return {row["worker"]: row["in_flight"] for row in rows if row["in_flight"]}
 
-    async def reached(self, worker: str) -> bool:
-        """Whether a request has come there and is under way."""
-        return worker in await self.in_flight()
-
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of the series of one metric that have these labels."""
         text = (await self.get("/metrics")).body.decode()

@@ -25,10 +25,11 @@ from kvatlas.service.admin import Safety, safety_of
 from kvatlas.service.assembly import Assembly
 from kvatlas.service.audit import Audit
 from kvatlas.service.cluster_metrics import ClusterMetrics
-from kvatlas.service.gateway import Gateway, Page, Question
+from kvatlas.service.gateway import Gateway
 from kvatlas.service.http_client import origin_of
 from kvatlas.service.metrics import GatewayMetrics
-from kvatlas.service.pages import Talk
+from kvatlas.service.pages import Page, Question, Talk
+from kvatlas.service.replica import fetch_tenants
 from kvatlas.service.steer import Steer
 from kvatlas.service.tenants import Tenants
 from kvatlas.service.tracing import Traced
@@ -80,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(path: Path, config: Config) -> int:
+    if config.register.on:
+        await fetch_tenants(config)
     assembly = Assembly(config)
     exporter = Exporter(config.tracing) if config.tracing.otlp else None
     closed = config.tls.on or config.tenants.on

@@ -37,6 +37,7 @@ _CODE = "custom_logit_processor"
 _RESPONSES = "/v1/responses"
 _BY_NAME = ("previous_response_id", "background", "conversation")
 _DEPTH_MAX = 8
+_PARTS = {dict, list}  # of JSON as it is read: there are no others
 
 
 def paths_for(engines: Collection[str]) -> tuple[str, ...]:
@@ -74,7 +75,9 @@ def _named_media(value: object, depth: int) -> bool:
             return True
         inner: Iterator[object] = iter(value.values())
     elif isinstance(value, list):
-        inner = (each for each in value if isinstance(each, dict | list))
+        if _PARTS.isdisjoint(map(type, value)):  # quick: a prompt may be 100,000 token ids
+            return False
+        inner = iter(value)
     else:
         return False
     return depth > 0 and any(_named_media(each, depth - 1) for each in inner)
