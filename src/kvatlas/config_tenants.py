@@ -79,9 +79,9 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``jwt``: what the tenant claim of its tokens says ("": its name). ``epoch`` and ``rotation_s``:
     what it cached before `epoch` was raised, or in an earlier period, is not found any more.
     ``share``: what is not public is shared within the tenant, or within a session alone.
-    ``quota_bytes``: what it may hold on each node and in shared stores. ``ttl_s``: how long what it saved is
-    kept there (0: without end); ``retention``: what a full tier lets go first. ``tenant_class``: as
-    what metrics count it, of at most `CLASSES_MAX`.
+    ``quota_bytes``: what it may hold on each node and in shared stores. ``ttl_s``: how long what it
+    saved is kept there (0: without end); ``retention``: what a full tier lets go first.
+    ``tenant_class``: as what metrics count it, of at most `CLASSES_MAX`.
     """
 
     name: str
