@@ -35,6 +35,7 @@ from kvatlas.config import WorkerConfig
 from kvatlas.core.directory import Limits
 from kvatlas.core.keys import Keyring
 from kvatlas.errors import EngineError
+from kvatlas.service.engines import LOOKS_PER_S
 from kvatlas.service.feed import Feed, Source
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.probe import pulse
@@ -183,6 +184,11 @@ class Load(NamedTuple):
     gateways: float  # inf: none can follow
 
 
+def looks_s(engines: int) -> float:
+    """At all engines, by one gateway."""
+    return min(engines / POLL_S, LOOKS_PER_S)
+
+
 def load(costs: Costs, engines: int) -> Load:
     """At the load of the trace, with all engines as candidates of all requests."""
     requests = engines * REQUESTS_S
@@ -193,7 +199,7 @@ def load(costs: Costs, engines: int) -> Load:
     request_us = costs.request_us + costs.engine_us * engines + hashing_us
     shared = (requests * request_us + chunks * costs.chunk_us) / 1e6
     # A block that leaves costs no more than one that comes, an agent no more than an engine.
-    polls = engines * (1 + 1 / PER_NODE) / POLL_S * costs.look_us
+    polls = (looks_s(engines) + engines / PER_NODE / POLL_S) * costs.look_us
     each = (2 * blocks * costs.wire_us + polls + engines * costs.idle_us) / 1e6
     count = shared / (BUSY - each) if each < BUSY else math.inf
     return Load(engines, requests, chunks, blocks, shared, each, count)
@@ -244,7 +250,7 @@ def carried(costs: Costs, at: Load) -> dict[str, str]:
         "look-ups/s in each": f"{at.requests / count if count else 0:,.0f}",
         "a decision, ms": f"{decision_us / 1e3:.2f}",
         "feed sockets, open files in each": f"{costs.feed_files * at.engines:,.0f}",
-        "looks at engines/s from each": f"{at.engines / POLL_S:,.0f}",
+        "looks at engines/s from each": f"{looks_s(at.engines):,.0f}",
         "looks at agents/s from each": f"{agents / POLL_S:,.0f}",
         "Valkey, operations/s: a record per request, signs of life": (
             f"{at.requests + (agents + count) / BEAT_S:,.0f}"

@@ -17,7 +17,7 @@ from kvatlas.core.directory import Directory, Limits
 from kvatlas.core.keys import Keyring
 from kvatlas.core.records import Publisher
 from kvatlas.errors import ConfigError
-from kvatlas.service.engines import Engines, Timing, Worker
+from kvatlas.service.engines import LOOKS_PER_S, Engines, Timing, Worker
 from kvatlas.service.feed import Feed, Source
 from kvatlas.service.http_client import HttpClient
 from kvatlas.service.probe import Adapter, Load, configured_source, source_of
@@ -406,3 +406,15 @@ def test_addresses_that_the_operator_gives() -> None:
     assert configured_source(there, 1) == Source("tcp://h:5558", "tcp://h:6001", False)
     ours = WorkerConfig("w", "http://h:1", events="tcp://*:5557", replay="tcp://*:6000")
     assert configured_source(ours, 0) == Source("tcp://*:5557", "tcp://h:6000", True)
+
+
+async def test_of_many_engines_each_is_looked_at_less_often() -> None:
+    house = House()
+    engines = house.engines
+    assert engines._pause_s() == QUICK.poll_s
+    for number in range(4 * LOOKS_PER_S):
+        config = WorkerConfig(name=f"w{number}", url="http://127.0.0.1:1")
+        engines.workers[config.name] = Worker(config)
+    assert engines._pause_s() == 4.0
+    await house.feed.close()
+    await house.client.close()

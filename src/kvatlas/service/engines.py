@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
@@ -27,6 +27,9 @@ from kvatlas.service.http_client import HttpClient
 from kvatlas.service.probe import Description, Load, Pulse
 
 log = logging.getLogger(__name__)
+
+
+LOOKS_PER_S = 256  # at all engines together: beyond as many, each is looked at less often
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -106,10 +109,16 @@ class Engines:
         if config.name in self.workers:
             raise ConfigError(f"worker {config.name!r} is there already: names must differ")
         worker = self.workers[config.name] = Worker(config)
-        watch = _Watch(worker, self._feed, self._listener, self._client, self._timing)
+        watch = _Watch(
+            worker, self._feed, self._listener, self._client, self._timing, self._pause_s
+        )
         self._watches[config.name] = watch
         self._tasks[config.name] = asyncio.create_task(watch.run(), name=f"watch {config.name}")
         return worker
+
+    def _pause_s(self) -> float:
+        """Between two looks at one that is well."""
+        return max(self._timing.poll_s, len(self.workers) / LOOKS_PER_S)
 
     async def remove(self, name: str) -> None:
         """Stop watching an engine and forget what it holds. Raises KeyError when unknown."""
@@ -155,7 +164,10 @@ class _Watch:
         listener: Listener,
         client: HttpClient,
         timing: Timing,
+        pause_s: Callable[[], float],
     ) -> None:
+        """``pause_s``: between two looks, where all is well."""
+        self._pause_s = pause_s
         self.looked = asyncio.Event()
         self._worker = worker
         self._feed = feed
@@ -219,7 +231,7 @@ class _Watch:
     def _pause(self) -> float:
         timing, failures = self._timing, self._worker.failures
         if not failures or self._worker.up:
-            return timing.poll_s
+            return self._pause_s()
         return min(timing.poll_s * 2.0 ** min(failures - 1, 16), timing.retry_max_s)
 
     # -- what changed ---------------------------------------------------------------------------
