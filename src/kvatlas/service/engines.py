@@ -110,7 +110,7 @@ class Engines:
             raise ConfigError(f"worker {config.name!r} is there already: names must differ")
         worker = self.workers[config.name] = Worker(config)
         watch = _Watch(
-            worker, self._feed, self._listener, self._client, self._timing, self._pause_s
+            worker, self._feed, self._listener, self._client, self._timing, pause_s=self._pause_s
         )
         self._watches[config.name] = watch
         self._tasks[config.name] = asyncio.create_task(watch.run(), name=f"watch {config.name}")
@@ -164,6 +164,7 @@ class _Watch:
         listener: Listener,
         client: HttpClient,
         timing: Timing,
+        *,
         pause_s: Callable[[], float],
     ) -> None:
         """``pause_s``: between two looks, where all is well."""
