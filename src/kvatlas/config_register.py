@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from kvatlas.config_tls import TlsConfig
 from kvatlas.core.register_values import CLUSTER_NAME
 from kvatlas.errors import ConfigError
 
@@ -106,6 +107,16 @@ def place_of(url: str) -> Place:
         database=int(database or 0),
         tls=kind.startswith("valkeys"),
         cluster=cluster,
+    )
+
+
+def trusting(config: RegisterConfig, tls: TlsConfig) -> RegisterConfig:
+    """With the files of [tls] where it has none of its own."""
+    return msgspec.structs.replace(
+        config,
+        ca=config.ca or tls.ca,
+        cert=config.cert or tls.cert,
+        key=config.key or tls.key,
     )
 
 

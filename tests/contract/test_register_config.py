@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvatlas import config
-from kvatlas.config_register import Place, place_of
+from kvatlas.config_register import Place, RegisterConfig, place_of, trusting
+from kvatlas.config_tls import TlsConfig
 from kvatlas.errors import ConfigError
 
 GOOD = (
@@ -99,3 +100,12 @@ def test_members_need_a_secret_that_they_share(tmp_path: Path) -> None:
     assert config.load(file).register.on
     file.write_text(GOOD)
     assert not config.load(file).register.on
+
+
+def test_files_of_tls_are_those_of_the_cluster_where_it_has_none_of_its_own() -> None:
+    tls = TlsConfig(ca="ca", cert="cert", key="key")
+    theirs = RegisterConfig(url="valkeys://h:1")
+    found = trusting(theirs, tls)
+    assert (found.ca, found.cert, found.key) == ("ca", "cert", "key")
+    own = RegisterConfig(url="valkeys://h:1", ca="a", cert="b", key="c")
+    assert trusting(own, tls) == own

@@ -23,7 +23,7 @@ from kvatlas.cli import agent_errands as errands
 from kvatlas.cli.output import print_json
 from kvatlas.cli.running import add_log_options
 from kvatlas.config import KeysConfig, line_of, read, read_secret, size_bytes
-from kvatlas.config_register import RegisterConfig
+from kvatlas.config_register import RegisterConfig, trusting
 from kvatlas.config_register import fault_of as register_fault
 from kvatlas.config_tls import AdminConfig, AuditConfig, TlsConfig, fault_of
 from kvatlas.core.agent_values import Config
@@ -368,7 +368,7 @@ def _register(args: argparse.Namespace) -> RegisterConfig | None:
             f"{args.config} has a [register]: its agents are members, and need --listen, and the "
             "engines of their node by --engine"
         )
-    return config
+    return trusting(config, told.tls)
 
 
 async def _serve(settings: Settings, part: Part, config: RegisterConfig | None) -> int:

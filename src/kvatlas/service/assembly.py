@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from kvatlas.config import Config, RouterConfig, WorkerConfig, read_secret
+from kvatlas.config_register import trusting
 from kvatlas.core import sequence
 from kvatlas.core.admission import Rules
 from kvatlas.core.compat import Member
@@ -210,7 +211,7 @@ class Assembly:
         purger = self.tenancy.purger
         replica = Replica(
             self.config,
-            self._register or open_register(self.config.register),
+            self._register or open_register(trusting(self.config.register, self.config.tls)),
             self._keyring,
             met=met,
             learnt=purger.learn if purger is not None else lambda _: None,

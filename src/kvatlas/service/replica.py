@@ -19,6 +19,7 @@ import msgspec
 
 from kvatlas import __version__
 from kvatlas.config import AgentConfig, Config
+from kvatlas.config_register import trusting
 from kvatlas.core import membership as core
 from kvatlas.core.forgetting import Floor
 from kvatlas.core.keys import Keyring
@@ -236,7 +237,7 @@ async def fetch_tenants(config: Config, port: RegisterPort | None = None) -> Non
     path = Path(config.tenants.file)
     if not config.tenants.on or await asyncio.to_thread(path.exists):
         return
-    register = port or open_register(config.register)
+    register = port or open_register(trusting(config.register, config.tls))
     try:
         told = await register.ask(AskTenants(), config.register.deadline_s)
     except RegisterError as error:
