@@ -345,7 +345,7 @@ def test_what_others_have_too_is_not_moved_and_nothing_goes_where_they_drain() -
 
 
 def test_who_does_not_lead_moves_nothing() -> None:
-    stand = drained(0)
+    stand = Stand(replicate=False, move=True)
     stand.core.leads = False
     prompt = tokens((1, BLOCKS))
     stand.hold(AGENTS[0], stand.keys(prompt))
@@ -353,3 +353,8 @@ def test_who_does_not_lead_moves_nothing() -> None:
     stand.tell(Finished("r", chosen, True, BLOCKS * GRID, 0.1))
     stand.effects += stand.core.drain([AGENTS[0]], stand.now)
     assert not stand.orders
+    assert stand.core.next_deadline() is None  # else it would look again without end
+    stand.core.leads = True
+    assert stand.core.next_deadline() == stand.now
+    stand.effects += stand.core.tick(stand.now)
+    assert len(stand.orders) == 1

@@ -128,7 +128,7 @@ class Ahead:
     def next_deadline(self) -> float | None:
         """When `tick` has something to do; None: nothing is due."""
         due = self._copies.next_deadline()
-        if self._moves.due < 0:
+        if self._moves.due < 0 or not self.leads:
             return due
         return self._moves.due if due is None else min(due, self._moves.due)
 
