@@ -362,6 +362,38 @@ def test_of_two_who_change_the_tenants_the_second_is_told() -> None:
     assert [m for m in (a, b) if m.standing is not Standing.MEMBER] == []
 
 
+@pytest.mark.parametrize("left", [0, 5])
+def test_tenants_that_were_changed_while_the_register_lost_them_reach_all(left: int) -> None:
+    rig = Rig()
+    a = rig.member("a", tenants=Tenants(7, "red"))
+    rig.member("b", tenants=Tenants(7, "red"))
+    if left:  # what a server that failed had of them
+        rig.register.ask(words.PutTenants("old", offered=left), rig.clock_ms)
+    rig.perform("a/1", a.handle(Edited("blue"), rig.now))
+    rig.beats(3)
+    for key in ("a/1", "b/1"):
+        told = rig.of(key, Tenants)[-1]
+        assert isinstance(told, Tenants)
+        assert told.text == "blue"
+    assert not rig.of("a/1", Overruled)
+
+
+def test_a_change_that_comes_while_another_is_asked_for_does_not_undo_it() -> None:
+    rig = Rig()
+    a = rig.member("a", tenants=Tenants(7, "red"))
+    join = Answered(words.Join(a.me, "secret", 1, 1), words.Joined(1, "first", 1, 0, 9, ()), 0.0)
+    (ask,) = [e for e in a.handle(join, rig.now) if isinstance(e, Ask) and _of_tenants(e)]
+    a.handle(Edited("blue"), rig.now)
+    told = words.ToldTenants(9, "green")
+    effects = a.handle(Answered(ask.question, told, rig.now), rig.now)
+    assert effects == [Overruled("blue"), Tenants(9, "green")]
+    assert not [e for e in a.handle(join, rig.now) if isinstance(e, Ask) and _of_tenants(e)]
+
+
+def _of_tenants(effect: Ask) -> bool:
+    return isinstance(effect.question, words.AskTenants | words.PutTenants)
+
+
 def test_what_was_written_before_a_store_lost_all_counts_in_no_register_to_come() -> None:
     """Generations of an empty register must not be those that old writers know."""
     record = words.Record(b"key", "owner", 1, b"data")

@@ -161,7 +161,6 @@ class Membership:
         self._unsaid: list[Floor] = list(self._floors.all())
         self._tenants = tenants
         self._edited: str | None = None
-        self._stale = False  # what was edited does not follow on what counts
         self._known = {"members": 0, "floors": 0}
         self._grace_s = -math.inf  # until then nobody is missed: all were silent alike
         self._asked: set[object] = set()  # what is under way
@@ -241,9 +240,8 @@ class Membership:
                 return self._told_tenants(revision, text)
             case words.PutTenants(text), words.Done(revision):
                 self._edited = None if self._edited == text else self._edited
-                return self._told_tenants(revision, text)
+                return self._agreed(revision, text)
             case words.PutTenants(), Refused(No.STALE) if self._tenants is not None:
-                self._stale = True  # somebody was first
                 return self._ask("tenants", words.AskTenants(self._tenants.revision))
             case words.Raise() as asked, words.Done():
                 said = set(asked.floors)
@@ -283,16 +281,16 @@ class Membership:
         mine = self._tenants
         if mine is None:
             return []
-        if self._edited is not None and (revision or not mine.revision):
-            return self._ask("put tenants", words.PutTenants(self._edited, mine.revision))
-        if revision > mine.revision:
+        put: words.PutTenants | None = None
+        if self._edited is not None and revision >= mine.revision:
+            put = words.PutTenants(self._edited, mine.revision)
+        elif self._edited is not None:  # what was lost had another text by that revision
+            put = words.PutTenants(self._edited, offered=mine.revision + 1)
+        elif revision > mine.revision:
             return self._ask("tenants", words.AskTenants(mine.revision))
-        if revision == mine.revision:
-            return []
-        text = mine.text if self._edited is None else self._edited
-        if not text:
-            return []
-        return self._ask("put tenants", words.PutTenants(text, offered=mine.revision))
+        elif revision < mine.revision and mine.text:
+            put = words.PutTenants(mine.text, offered=mine.revision)
+        return [] if put is None else self._ask("put tenants", put)
 
     def _begin_again(self, now: float) -> list[Effect]:
         """It is an empty one: what must not be lost is said again, and nobody is missed yet."""
@@ -344,16 +342,19 @@ class Membership:
         return ([Learnt(new)] if new else []) + self._say()
 
     def _told_tenants(self, revision: int, text: str) -> list[Effect]:
+        """By somebody else, who was first: what was edited here does not follow on it."""
+        agreed = self._agreed(revision, text)
+        edited = self._edited
+        if not agreed or edited is None:
+            return agreed
+        self._edited = None
+        return agreed if edited == text else [Overruled(edited), *agreed]
+
+    def _agreed(self, revision: int, text: str) -> list[Effect]:
         if self._tenants is None or revision <= self._tenants.revision:
             return []
         self._tenants = Tenants(revision, text)
-        effects: list[Effect] = [self._tenants]
-        if self._stale and self._edited is not None and self._edited != text:
-            effects.insert(0, Overruled(self._edited))
-        if self._stale or self._edited == text:
-            self._edited = None
-        self._stale = False
-        return effects
+        return [self._tenants]
 
     # -- what is asked --------------------------------------------------------------------------
 
