@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,8 +19,9 @@ from kvatlas.config_tenants import TenantsConfig, digest_of
 from kvatlas.core.forgetting import Floor
 from kvatlas.core.keys import Keyring
 from kvatlas.core.register_values import Join, Member, Raise
-from kvatlas.service.membership import identity_of
-from kvatlas.service.replica import CONTROLLER, fetch_tenants
+from kvatlas.errors import ConfigError
+from kvatlas.service.membership import Membership, identity_of
+from kvatlas.service.replica import CONTROLLER, agent_told, fetch_tenants
 
 NAME = "test"
 BEAT_S, TTL_S = 0.05, 0.5
@@ -245,6 +247,56 @@ async def test_who_has_the_same_tenants_already_overrules_nobody(cluster: Cluste
         for path in paths:
             await wait(b, path.with_name(path.name + ".register").exists)
         assert not list(cluster.folder.glob("*.overruled"))
+
+
+async def test_who_begins_knows_what_was_forgotten_whatever_listeners_do() -> None:
+    one, twin = alone()
+    twin.register.ask(Raise((FLOOR,)), _now_ms())
+    other = Member("b", "agent", "life", "http://b", "1", told=b"[" * 8000)
+    join = Join(other, identity_of(Keyring(SECRET), NAME), 60_000, _now_ms())
+    twin.register.ask(join, _now_ms())
+    learnt: list[Floor] = []
+
+    def at_fault(_: object) -> None:
+        raise LookupError("a listener's")
+
+    one.met, one.learnt = at_fault, learnt.extend
+    await one.start(5.0)
+    try:
+        assert learnt == [FLOOR]
+        (shown,) = one.report()["others"]
+        assert "cannot be read" in shown["told"]
+        with pytest.raises(ConfigError):
+            agent_told(other, https=False)
+    finally:
+        await one.close()
+
+
+async def test_a_fault_of_ours_in_asking_does_not_end_membership() -> None:
+    one, twin = alone()
+    answers = twin.register.ask
+    twin.register.ask = None
+    await one.start(5.0)
+    try:
+        assert "TypeError" in one.problems()["register"]
+        twin.register.ask = answers
+        one.change(one.core.me)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not one.problems()
+    finally:
+        await one.close()
+
+
+FLOOR = Floor("a" * 24, 3)
+
+
+def alone() -> tuple[Membership, Twin]:
+    """A member that has not begun, and its register."""
+    twin = Twin()
+    config = RegisterConfig(url="unix:///nowhere", name=NAME)
+    me = Member("a", "agent", "life", "http://a", "1")
+    return Membership(config, twin.port(), me, Keyring(SECRET)), twin
 
 
 def _now_ms() -> int:

@@ -68,7 +68,8 @@ class Membership:
         self._answered = asyncio.Event()
 
     async def start(self, wait_s: float = 0.0) -> None:
-        """Begin, and wait so long for the first answer to have come, or not."""
+        """Begin, and wait so long for the first answers to have come, or not: who is there, what
+        was forgotten, who the tenants are."""
         self._beat = asyncio.create_task(self._keep(), name="membership")
         if wait_s:
             with_answer = asyncio.create_task(self._answered.wait())
@@ -81,12 +82,13 @@ class Membership:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self.core.standing is core.Standing.MEMBER:
-            try:
+        try:
+            if self.core.standing is core.Standing.MEMBER:
                 await self._register.ask(self.core.leave(), self.core.params.deadline_s)
-            except RegisterError as error:
-                log.info("register: it was not told that this process leaves: %s", error)
-        await self._register.close()
+        except RegisterError as error:
+            log.info("register: it was not told that this process leaves: %s", error)
+        finally:
+            await self._register.close()
 
     def leads(self, what: str) -> bool:
         """Whether this process may do what only one may do."""
@@ -116,23 +118,35 @@ class Membership:
 
     def _perform(self, effects: Sequence[core.Effect]) -> None:
         for effect in effects:
-            match effect:
-                case core.Ask(question, deadline_s):
-                    asked = self._ask(question, deadline_s)
-                    task = asyncio.create_task(asked, name="ask the register")
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
-                case core.Members(members):
-                    self.met(members)
-                case core.Learnt(floors):
-                    self.learnt(floors)
-                case core.Tenants():
-                    self.tenants(effect)
-                case core.Overruled(text):
-                    self.overruled(text)
-                case core.Emptied():
-                    log.warning("register: it has lost all; what is known here is said again")
-                    self.emptied()
+            if isinstance(effect, core.Ask):
+                asked = self._ask(effect.question, effect.deadline_s)
+                task = asyncio.create_task(asked, name="ask the register")
+                self._tasks.add(task)
+                task.add_done_callback(self._over)
+                continue
+            try:
+                self._pass_on(effect)
+            except Exception:  # whoever listens; what follows is to be asked all the same
+                log.exception("register: %s not taken in", type(effect).__name__)
+
+    def _pass_on(self, effect: core.Effect) -> None:
+        match effect:
+            case core.Members(members):
+                self.met(members)
+            case core.Learnt(floors):
+                self.learnt(floors)
+            case core.Tenants():
+                self.tenants(effect)
+            case core.Overruled(text):
+                self.overruled(text)
+            case core.Emptied():
+                log.warning("register: it has lost all; what is known here is said again")
+                self.emptied()
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:  # what an answer made it ask is heard, too
+            self._answered.set()
 
     async def _ask(self, question: Question, deadline_s: float) -> None:
         asked_s = self._now()
@@ -144,8 +158,11 @@ class Membership:
         except RegisterError as error:
             self.counts["unanswered"] += 1
             event = core.Unanswered(question, str(error))
+        except Exception as error:  # ours; unanswered it would never be asked again
+            log.exception("register: %s was not asked", type(question).__name__)
+            self.counts["unanswered"] += 1
+            event = core.Unanswered(question, f"{type(error).__name__}: {error}")
         self._perform(self.core.handle(event, self._now()))
-        self._answered.set()
         problem = self.core.problem
         if problem != self._said:
             self._said = problem
@@ -179,7 +196,11 @@ class Membership:
 
 
 def _shown(member: Member) -> dict[str, object]:
-    told = msgspec.json.decode(member.told)
+    told: object
+    try:
+        told = msgspec.json.decode(member.told)
+    except (ValueError, RecursionError) as error:
+        told = f"cannot be read: {error}"
     return {
         "name": member.name,
         "kind": member.kind,

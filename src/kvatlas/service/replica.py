@@ -224,7 +224,7 @@ def agent_told(member: Member, *, https: bool) -> AgentTold:
     try:
         origin_of(member.url)
         told = msgspec.json.decode(member.told, type=AgentTold)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"what it tells of itself cannot be used: {error}") from error
     if https and not member.url.startswith("https:"):
         raise ConfigError(f"it is at {member.url}, and with [tls] agents are asked by https")
