@@ -14,11 +14,13 @@ from stores_kit import Proxy, Server, nothing_left, start_valkey
 from tls_kit import Authority
 from valkey import Valkey
 
+from kvatlas.config_register import Place
 from kvatlas.core import register_values as words
 from kvatlas.core.register_values import Question
 from kvatlas.errors import ConfigError, RegisterError
 from kvatlas.service import register as service
 from kvatlas.service.register import ValkeyRegister
+from kvatlas.service.register_servers import Servers
 
 ASK = words.AskFloors()
 NOTHING = words.ToldFloors(0, None)
@@ -294,3 +296,18 @@ async def test_a_password_in_a_file(tmp_path: Path) -> None:
         secure.kill()
     with pytest.raises(ConfigError, match=r"register\.password_file"):
         opened("valkey://127.0.0.1", password_file=str(tmp_path / "none"))
+
+
+async def test_files_that_are_gone_and_a_register_that_is_closed_are_said() -> None:
+    asked = 0
+
+    async def awake() -> None:
+        nonlocal asked
+        asked += 1
+        raise ConfigError("tls.ca: no such file")
+
+    register = ValkeyRegister(Servers(Place(path="/nowhere"), "key", awake=awake), "test")
+    reason, text = await fault(register)
+    assert (reason, "no such file" in text) == ("unfit", True)
+    reason, text = await fault(register)
+    assert (reason, "closed" in text, asked) == ("gone", True, 1)

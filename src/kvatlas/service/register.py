@@ -66,13 +66,15 @@ class ValkeyRegister:
         self._embedded = embedded
         self._library = library()
         self._asked = 0
+        self._closed = False
 
     async def ask(self, question: Question, deadline_s: float) -> Answer:
         """See `RegisterPort`."""
         return (await self.decided(question, deadline_s))[1]
 
     async def close(self) -> None:
-        """Ends the server, too, where it is this process's own."""
+        """Ends the server, too, where it is this process's own; nothing is asked any more."""
+        self._closed = True
         await self._servers.close()
         if self._embedded is not None:
             await self._embedded.close()
@@ -81,6 +83,8 @@ class ValkeyRegister:
         """The answer, and when it was decided by the server's clock; 0 where it was not there."""
         if fault := fault_of(question):
             return 0, Refused(No.FULL, fault)
+        if self._closed:  # asked again it would connect anew, or start its server
+            raise self._error("it is closed here", "gone")
         if self._asked >= ASKED_MAX:
             raise self._error(f"{ASKED_MAX} questions wait for it already", "busy")
         self._asked += 1
@@ -99,6 +103,8 @@ class ValkeyRegister:
             raise self._error(str(error), _reason(error)) from error
         except RegisterError as error:
             raise self._error(str(error), error.reason) from error
+        except ConfigError as error:  # files of TLS are read for each connection
+            raise self._error(str(error), "unfit") from error
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise self._error(f"an answer that is none: {error}", "wrong") from error
         finally:
