@@ -228,7 +228,8 @@ def test_quota_and_life_in_the_store(cluster: Cluster) -> None:
     limit(first, quota_bytes={}, terms={TAG: Terms(ttl_s=0.3)})
     save(first, other := tokens_of(5, END + 5), salt=salt)
     assert counts(first)["records_committed"] == 1
-    wait_until(lambda: load(second, other, salt=salt)[0] == 0)
+    wait_until(lambda: cluster.usage().records == 0)
+    assert load(second, other, salt=salt) == (0, {})
     limit(first)
     save(first, again := tokens_of(6, END + 5), salt=salt)
     assert load(second, again, salt=salt)[0] == END
