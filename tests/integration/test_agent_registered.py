@@ -247,6 +247,8 @@ def limit(node: AgentProcess, **limits: Any) -> None:
     ("options", "why"),
     [
         ([], "need --listen, and the engines of their node by --engine"),
+        (["--listen=0.0.0.0:0", "--engine=w"], "name where they can by --advertise"),
+        (["--listen=0", "--engine=w", "--advertise=10.0.0.1:1"], "--advertise: '10.0.0.1:1'"),
         (["--listen=0", "--engine=w", "--object=valkey://127.0.0.1:1"], "--store and --object"),
         (["--listen=0", "--engine=w", "--store=s"], "--store and --object"),
     ],

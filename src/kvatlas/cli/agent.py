@@ -41,12 +41,14 @@ from kvatlas.service.agent import NodeAgent, Settings
 from kvatlas.service.agent_joined import Joined, Part
 from kvatlas.service.agent_peers import CHOICES
 from kvatlas.service.agent_shared import SharedSettings
+from kvatlas.service.http_client import origin_of
 from kvatlas.service.register import open_register
 
 _CODECS = {"raw": Codec.RAW, "zstd": Codec.ZSTD, "planes": Codec.PLANES}
 SOCKET = Path("kvatlas-agent.sock")
 _KEY_FILE = "kvatlas.secret"
 _PORT_MAX = 65_535
+_EVERYWHERE = ("0.0.0.0", "::")  # where nobody else finds it
 T = TypeVar("T")
 
 
@@ -368,6 +370,16 @@ def _register(args: argparse.Namespace) -> RegisterConfig | None:
             f"{args.config} has a [register]: its agents are members, and need --listen, and the "
             "engines of their node by --engine"
         )
+    if not args.advertise and args.listen[0] in _EVERYWHERE:
+        raise ConfigError(
+            f"--listen {args.listen[0]}: gateways cannot ask there; name where they can by "
+            "--advertise URL"
+        )
+    try:
+        if args.advertise:
+            origin_of(args.advertise)
+    except ValueError as error:
+        raise ConfigError(f"--advertise: {error}") from error
     return trusting(config, told.tls)
 
 
@@ -376,12 +388,13 @@ async def _serve(settings: Settings, part: Part, config: RegisterConfig | None) 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with NodeAgent(settings) as agent:
+    async with contextlib.AsyncExitStack() as opened:
+        agent = await opened.enter_async_context(NodeAgent(settings))
         print(msgspec.json.encode({"socket": str(settings.path)} | agent.status()).decode())
         sys.stdout.flush()
-        joined = None
         if config is not None:  # first: what was forgotten meanwhile must not be served
             joined = Joined(part, config, open_register(config), agent)
+            opened.push_async_callback(joined.close)
             await joined.start()
         serving = loop.create_task(agent.serve())
         ends = loop.create_task(stop.wait()), loop.create_task(agent.errands.drained.wait())
@@ -390,8 +403,6 @@ async def _serve(settings: Settings, part: Part, config: RegisterConfig | None) 
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
-        if joined is not None:
-            await joined.close()
     return 0
 
 
