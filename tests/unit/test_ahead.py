@@ -7,6 +7,7 @@ from ahead_kit import AGENTS, BLOCKS, ENGINES, GRID, LAYOUT, Stand, crowded, tok
 
 from kvatlas.core.ahead_books import ENDS_MAX, PREFIXES_MAX, Heats, Turns
 from kvatlas.core.ahead_copies import Copied, Copies, Params, Recall, Why
+from kvatlas.core.ahead_moves import LOOK_MAX
 from kvatlas.core.dispatch import Finished, Input, Question, Reset, Sent, Unsettle
 from kvatlas.core.events import BlockStored, UnitsHeld
 from kvatlas.core.keys import PUBLIC, salt_scope
@@ -357,4 +358,20 @@ def test_who_does_not_lead_moves_nothing() -> None:
     stand.core.leads = True
     assert stand.core.next_deadline() == stand.now
     stand.effects += stand.core.tick(stand.now)
+    assert len(stand.orders) == 1
+
+
+def test_what_is_too_much_for_one_look_is_looked_at_later() -> None:
+    stand = Stand(replicate=False, move=True)
+    for i in range(LOOK_MAX + 1):  # but for the first, others have them too
+        prompt = tokens((i + 1, 1 if i else BLOCKS))
+        for agent in AGENTS[: 2 if i else 1]:
+            stand.hold(agent, stand.keys(prompt))
+        stand.ask(f"r{i}", prompt, send=False)
+        stand.tell(Sent(f"r{i}", ENGINES[0]))
+        stand.tell(Finished(f"r{i}", ENGINES[0], True, GRID, 0.1))
+        stand.now += 100.0
+    stand.effects += stand.core.drain([AGENTS[0]], stand.now)
+    assert not stand.orders
+    stand.later(1.0)
     assert len(stand.orders) == 1

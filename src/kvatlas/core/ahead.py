@@ -18,7 +18,7 @@ import msgspec
 
 from kvatlas.core.ahead_books import Heats, Turns
 from kvatlas.core.ahead_copies import Account, Copied, Copies, Effect, Params, Tally, Why
-from kvatlas.core.ahead_moves import AGAIN_S, Moves
+from kvatlas.core.ahead_moves import AGAIN_S, LOOK_MAX, Moves
 from kvatlas.core.cost import EngineCost
 from kvatlas.core.dispatch import (
     Dispatcher,
@@ -343,12 +343,16 @@ class Ahead:
         if not (self.params.move and self.leads) or moves.due < 0:
             return
         moves.due = -1.0
+        looked = 0
         for key, home, prompt in moves.waiting():
-            if self._moved(home, prompt):
-                moves.done(key)
-            else:  # others are under way, or it has had its share of the node
+            if not self._moved(home, prompt):
+                # Others are under way, or it has had its share of the node.
                 moves.due = self._now + AGAIN_S
                 return
+            moves.done(key)
+            looked += 1
+        if looked >= LOOK_MAX:  # there may be more
+            moves.due = self._now + AGAIN_S
 
     def _moved(self, home: Publisher, prompt: _Prompt) -> bool:
         """Whether it is ordered, or need not be; False: not now."""
