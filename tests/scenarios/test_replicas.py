@@ -13,15 +13,16 @@ from harness import FakeWorker, Product
 from register_twin import Port, Twin
 from tenants_kit import SECRET
 
-from kvatlas.config import AgentConfig, KeysConfig
+from kvatlas.config import AgentConfig, Config, KeysConfig
 from kvatlas.config_register import RegisterConfig
 from kvatlas.config_tenants import TenantsConfig, digest_of
 from kvatlas.core.forgetting import Floor
 from kvatlas.core.keys import Keyring
+from kvatlas.core.membership import Tenants
 from kvatlas.core.register_values import Join, Member, Raise
 from kvatlas.errors import ConfigError
 from kvatlas.service.membership import Membership, identity_of
-from kvatlas.service.replica import CONTROLLER, agent_told, fetch_tenants
+from kvatlas.service.replica import CONTROLLER, Replica, agent_told, fetch_tenants
 
 NAME = "test"
 BEAT_S, TTL_S = 0.05, 0.5
@@ -286,6 +287,42 @@ async def test_a_fault_of_ours_in_asking_does_not_end_membership() -> None:
         assert not one.problems()
     finally:
         await one.close()
+
+
+def test_a_change_that_nobody_has_looked_at_yet_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    red = tenants_file(path, "red")
+    config = Config(
+        worker=(),
+        keys=KeysConfig(),
+        register=RegisterConfig(url="unix:///nowhere", name=NAME),
+        tenants=TenantsConfig(file=str(path)),
+    )
+    one = Replica(config, Twin().port(), Keyring(SECRET), met=lambda: None, learnt=lambda _: None)
+    edits: list[str] = []
+    one.members.edited = edits.append
+    one.look()
+    blue = tenants_file(path, "blue")
+    one.members.tenants(Tenants(1, red))  # what was changed first is what all have now
+    assert path.read_text() == blue
+    one.look()
+    assert edits == [red, blue]
+    green = tenants_file(path, "green")
+    one.members.tenants(Tenants(2, red))  # somebody else was first
+    assert path.read_text() == red
+    assert (tmp_path / "tenants.toml.overruled").read_text() == green
+    one.look()
+    assert edits == [red, blue]
+    path.unlink()
+    path.mkdir()  # where nothing can be written
+    one.members.tenants(Tenants(3, blue))
+    assert "tenants unwritten" in one.problems()
+    path.rmdir()
+    late = tenants_file(path, "late")  # it does not follow on what counts by now
+    one.look()
+    assert (path.read_text(), edits) == (blue, [red, blue])
+    assert (tmp_path / "tenants.toml.overruled").read_text() == late
+    assert "tenants unwritten" not in one.problems()
 
 
 FLOOR = Floor("a" * 24, 3)

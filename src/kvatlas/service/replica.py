@@ -72,6 +72,7 @@ class Replica:
         self._seen = ""  # digest of the tenants' file as it was last looked at
         self._overruled = ""
         self._unwritten = ""
+        self._due: core.Tenants | None = None  # what could not be written
         kept = self._kept() if self._path is not None else None
         self.members = Membership(
             config.register,
@@ -122,7 +123,8 @@ class Replica:
             except ConfigError as error:
                 self._strays[f"agent {member.name}"] = str(error)
                 continue
-            its = tuple(name for name in told.workers if name in workers and name not in taken)
+            named = dict.fromkeys(told.workers)
+            its = tuple(name for name in named if name in workers and name not in taken)
             if its:
                 taken.update(its)
                 found.append(AgentConfig(member.name, member.url, its, told.store))
@@ -138,6 +140,9 @@ class Replica:
     def look(self) -> None:
         """After the tenants' file was read, and found good: what was changed here, all get."""
         if self._path is None:
+            return
+        if self._due is not None:  # else a change of an older file would undo it
+            self._told(self._due)
             return
         try:
             text = self._path.read_text("utf-8")
@@ -166,13 +171,25 @@ class Replica:
 
     def _told(self, told: core.Tenants) -> None:
         assert self._path is not None
+        digest = _digest(told.text)
         try:
-            write_tenants(self._path, told)
+            here = self._path.read_text("utf-8", "replace")
+        except OSError:
+            here = told.text
+        changed = _digest(here) not in (self._seen, digest)  # since it was last looked at
+        if changed and digest != self._seen:
+            self._lost(here)
+        try:
+            if changed and digest == self._seen:  # it follows on this, as `look` will say
+                _write_revision(self._path, told)
+            else:
+                write_tenants(self._path, told)
         except OSError as error:
             self._unwritten = f"{self._path}: the tenants of all are not written: {error.strerror}"
             log.warning("%s", self._unwritten)
+            self._due = told
             return
-        self._seen, self._unwritten = _digest(told.text), ""
+        self._seen, self._unwritten, self._due = digest, "", None
 
     def _lost(self, text: str) -> None:
         """Kept beside the file, for whoever made that change."""
@@ -256,6 +273,10 @@ def write_tenants(path: Path, told: core.Tenants) -> None:
     """The file, then what it is. Raises OSError."""
     with whole_file(path) as file:
         file.write(told.text.encode())
+    _write_revision(path, told)
+
+
+def _write_revision(path: Path, told: core.Tenants) -> None:
     with whole_file(_beside(path)) as file:
         file.write(msgspec.json.encode(_Kept(told.revision, _digest(told.text))))
 
