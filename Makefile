@@ -14,6 +14,8 @@ setup: .venv/.done  ## .venv with kvatlas and what its development needs
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing kvatlas into .venv ..."
 	@$(BIN)/pip install -q -e '.[dev]'
+	@# xds-protos puts an old copy of OpenTelemetry's messages over theirs.
+	@$(BIN)/pip install -q --force-reinstall --no-deps opentelemetry-proto
 	@touch $@
 
 demo: setup  ## round robin against kvatlas on two real vLLM engines on this CPU

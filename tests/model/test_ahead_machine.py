@@ -54,7 +54,13 @@ class CopiesAhead(RuleBasedStateMachine):
         horizon_s=st.sampled_from((1.0, 60.0)),
     )
     def begin(self, replicate: bool, push: bool, most: int, share: float, horizon_s: float) -> None:
-        self.params = Params(replicate, push, most, share, horizon_s)
+        self.params = Params(
+            replicate=replicate,
+            push=push,
+            copies_max=most,
+            bandwidth_share=share,
+            horizon_s=horizon_s,
+        )
         ring = Keyring(b"s" * 32)
         router = Router(RouterParams(prefill_tokens_per_s=100.0))
         self.dispatcher = Dispatcher(Directory(ring), router, ring)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import importlib.util
 import logging
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -42,6 +44,11 @@ _OUTCOMES = ("exported", "failed", "dropped")
 _NEEDS = "opentelemetry.exporter.otlp.proto.http"
 
 
+def _messages() -> ModuleType:
+    """OpenTelemetry's own messages, or what another package has put in their place."""
+    return importlib.import_module("opentelemetry.proto.common.v1.common_pb2")
+
+
 class Exporter(Collector):
     """`start` it on a running loop, `close` it. ``error`` says why spans are lost, if they are."""
 
@@ -59,6 +66,12 @@ class Exporter(Collector):
             found = None
         if found is None:
             raise ConfigError(f"tracing.otlp needs {_NEEDS}: pip install 'kvatlas[otel]'")
+        if not hasattr(_messages(), "InstrumentationScope"):
+            raise ConfigError(
+                "tracing.otlp: xds-protos, which the endpoint picker has, has put an old copy of "
+                "OpenTelemetry's messages over theirs: "
+                "pip install --force-reinstall --no-deps opentelemetry-proto"
+            )
         url = f"{config.otlp.rstrip('/')}/v1/traces"
         self._settings = Exporting(url, config.service_name, kvatlas.__version__, timeout_s)
         self._flush_s = flush_s
