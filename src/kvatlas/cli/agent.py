@@ -181,7 +181,8 @@ def _add_member(parser: argparse.ArgumentParser) -> None:
         "--advertise",
         default="",
         metavar="URL",
-        help="where gateways reach --listen (default: as it listens)",
+        help="where gateways reach --listen (default: as it listens; needed for a member that "
+        "listens everywhere, at 0.0.0.0 or [::])",
     )
 
 
