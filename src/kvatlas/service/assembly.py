@@ -295,9 +295,12 @@ class Assembly:
 
     async def _keep_in_step(self) -> None:
         while True:
-            self._copy_state()
-            self.ahead.look(leads=self.replica is None or self.replica.leads)
-            self.dispatcher.handle(Sweep(50_000), self._clock())
+            try:
+                self._copy_state()
+                self.ahead.look(leads=self.replica is None or self.replica.leads)
+                self.dispatcher.handle(Sweep(50_000), self._clock())
+            except Exception:  # ours: what was known before goes on to count
+                log.exception("health, load and who leads were not passed on")
             await asyncio.sleep(self.timing.poll_s / 2)
 
     def _copy_state(self) -> None:
