@@ -120,6 +120,10 @@ class RegisterWatch:
             members.disturbed.get(name, 0.0),
         )
 
+    def _heard_again(self, name: str) -> bool:
+        """Has nothing kept it, for long enough, from hearing that it is a member?"""
+        return self._checkers.clock() - self._quiet_since(name) >= self._ttl_s + LATE_S
+
     def _is_disturbed(self, name: str) -> bool:
         return (
             self._checkers.clock() < self._members.disturbed.get(name, 0.0) + self._ttl_s + LATE_S
@@ -155,7 +159,7 @@ class RegisterWatch:
             elif twice and known is not None and known.core.standing is Standing.MEMBER:
                 self._report("membership", f"two processes are {core.me.name}")
         elif core.standing is Standing.REFUSED:
-            if known is member and not self._is_disturbed(core.me.name):
+            if known is member and self._heard_again(core.me.name):
                 self._report("membership", f"{member.host} is refused: {core.problem}")
             if not any(reason in core.problem for reason in _REASONS.values()):
                 self._report("membership", f"{member.host} is refused without a reason")
