@@ -8,7 +8,6 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from kvatlas.config_tls import TlsConfig
 from kvatlas.core.register_values import CLUSTER_NAME
 from kvatlas.errors import ConfigError
 
@@ -110,13 +109,10 @@ def place_of(url: str) -> Place:
     )
 
 
-def trusting(config: RegisterConfig, tls: TlsConfig) -> RegisterConfig:
-    """With the files of [tls] where it has none of its own."""
+def trusting(config: RegisterConfig, ca: str, cert: str, key: str) -> RegisterConfig:
+    """With these files, of [tls], where it has none of its own."""
     return msgspec.structs.replace(
-        config,
-        ca=config.ca or tls.ca,
-        cert=config.cert or tls.cert,
-        key=config.key or tls.key,
+        config, ca=config.ca or ca, cert=config.cert or cert, key=config.key or key
     )
 
 

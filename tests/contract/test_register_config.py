@@ -8,7 +8,6 @@ import pytest
 
 from kvatlas import config
 from kvatlas.config_register import Place, RegisterConfig, place_of, trusting
-from kvatlas.config_tls import TlsConfig
 from kvatlas.errors import ConfigError
 
 GOOD = (
@@ -103,9 +102,7 @@ def test_members_need_a_secret_that_they_share(tmp_path: Path) -> None:
 
 
 def test_files_of_tls_are_those_of_the_cluster_where_it_has_none_of_its_own() -> None:
-    tls = TlsConfig(ca="ca", cert="cert", key="key")
-    theirs = RegisterConfig(url="valkeys://h:1")
-    found = trusting(theirs, tls)
+    found = trusting(RegisterConfig(url="valkeys://h:1"), "ca", "cert", "key")
     assert (found.ca, found.cert, found.key) == ("ca", "cert", "key")
     own = RegisterConfig(url="valkeys://h:1", ca="a", cert="b", key="c")
-    assert trusting(own, tls) == own
+    assert trusting(own, "ca", "cert", "key") == own

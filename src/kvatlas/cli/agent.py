@@ -381,7 +381,7 @@ def _register(args: argparse.Namespace) -> RegisterConfig | None:
             origin_of(args.advertise)
     except ValueError as error:
         raise ConfigError(f"--advertise: {error}") from error
-    return trusting(config, told.tls)
+    return trusting(config, told.tls.ca, told.tls.cert, told.tls.key)
 
 
 async def _serve(settings: Settings, part: Part, config: RegisterConfig | None) -> int:

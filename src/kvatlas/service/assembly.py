@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from kvatlas.config import Config, RouterConfig, WorkerConfig, read_secret
-from kvatlas.config_register import trusting
 from kvatlas.core import sequence
 from kvatlas.core.admission import Rules
 from kvatlas.core.compat import Member
@@ -51,7 +50,7 @@ from kvatlas.service.page import LivePage
 from kvatlas.service.purge import purger_of
 from kvatlas.service.recording import Recorder
 from kvatlas.service.register import RegisterPort, open_register
-from kvatlas.service.replica import Replica
+from kvatlas.service.replica import Replica, registered
 from kvatlas.service.snapshots import SNAPSHOT, Snapshots
 from kvatlas.service.steer import Inbound
 from kvatlas.service.steering import Rank, Steering
@@ -211,7 +210,7 @@ class Assembly:
         purger = self.tenancy.purger
         replica = Replica(
             self.config,
-            self._register or open_register(trusting(self.config.register, self.config.tls)),
+            self._register or open_register(registered(self.config)),
             self._keyring,
             met=met,
             learnt=purger.learn if purger is not None else lambda _: None,

@@ -19,7 +19,7 @@ import msgspec
 
 from kvatlas import __version__
 from kvatlas.config import AgentConfig, Config
-from kvatlas.config_register import trusting
+from kvatlas.config_register import RegisterConfig, trusting
 from kvatlas.core import membership as core
 from kvatlas.core.forgetting import Floor
 from kvatlas.core.keys import Keyring
@@ -248,13 +248,19 @@ def agent_told(member: Member, *, https: bool) -> AgentTold:
     return told
 
 
+def registered(config: Config) -> RegisterConfig:
+    """Its [register], with the files of [tls] where it names none."""
+    tls = config.tls
+    return trusting(config.register, tls.ca, tls.cert, tls.key)
+
+
 async def fetch_tenants(config: Config, port: RegisterPort | None = None) -> None:
     """A gateway that has no tenants' file yet gets that of the others, by ``port`` or the register
     that is configured. Raises ConfigError."""
     path = Path(config.tenants.file)
     if not config.tenants.on or await asyncio.to_thread(path.exists):
         return
-    register = port or open_register(trusting(config.register, config.tls))
+    register = port or open_register(registered(config))
     try:
         told = await register.ask(AskTenants(), config.register.deadline_s)
     except RegisterError as error:
