@@ -153,7 +153,7 @@ async def test_a_degraded_pair_is_seen(stage: Scene, browser: Browser) -> None:
     """Its state should come by RDMA, and no port of its node saw any."""
     async with tab(browser, stage.product.url) as tab_:
         await tab_.open()
-        async with asyncio.timeout(WAIT_MS / 1000):
+        async with asyncio.timeout(5 * WAIT_MS / 1000):  # many hand-overs have to be seen
             while not await tab_.value("document.querySelector('#topology .pair.degraded')"):
                 await stage.turn(PAIRED)
         await tab_.until(f"{FLAGS}.includes('decode-1')")
