@@ -177,6 +177,16 @@ async def test_agents_that_are_members_are_taken_up(cluster: Cluster) -> None:
         assert await agents(b) == {"fixed": ["w"]}  # what stands in the file counts
 
 
+async def test_an_agent_that_shares_a_store_and_is_no_member_is_said(cluster: Cluster) -> None:
+    configured = [AgentConfig("fixed", "http://127.0.0.1:1", ("w",), "s")]
+    async with cluster.product("a", agents=configured) as a:
+        await a.until_equal(lambda: standing(a), "member")
+        assert "register:agent fixed" in await a.flags()
+        cluster.join_agent("of another name", b'{"workers": ["w"], "store": "s"}')  # its URL
+        await a.until_equal(lambda: others(a), ["of another name"])
+        assert "register:agent fixed" not in await a.flags()
+
+
 async def agents(product: Product) -> dict[str, list[str]]:
     told = (await product.get("/kvatlas/agents")).json()
     return {name: agent["workers"] for name, agent in told.items()}

@@ -48,7 +48,6 @@ class Membership:
         For the others see `core.membership.Membership`."""
         self.met: Callable[[tuple[Member, ...]], None] = lambda _: None
         self.learnt: Callable[[tuple[Floor, ...]], None] = lambda _: None
-        self.emptied: Callable[[], None] = lambda: None
         self.tenants: Callable[[core.Tenants], None] = lambda _: None
         self.overruled: Callable[[str], None] = lambda _: None
         self.counts = {"asked": 0, "unanswered": 0}
@@ -141,7 +140,6 @@ class Membership:
                 self.overruled(text)
             case core.Emptied():
                 log.warning("register: it has lost all; what is known here is said again")
-                self.emptied()
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -67,6 +67,7 @@ class Replica:
         """``met`` is called when other members are there than before; ``learnt`` is told of floors
         that others raised; ``floors``: those that are known here."""
         self._strays: dict[str, str] = {}
+        self._configured: tuple[AgentConfig, ...] = ()
         self._https = config.tls.on
         self._path = Path(config.tenants.file) if config.tenants.on else None
         self._seen = ""  # digest of the tenants' file as it was last looked at
@@ -114,6 +115,7 @@ class Replica:
         taken = {name for agent in configured for name in agent.workers}
         names = {agent.name for agent in configured}.union(workers)
         found = list(configured)
+        self._configured = configured
         self._strays = {}
         for member in self.members.core.others:
             if member.kind != "agent" or member.name in names:
@@ -134,6 +136,21 @@ class Replica:
                     "has them: name its engines as [[worker]]"
                 )
         return tuple(found)
+
+    def _apart(self) -> dict[str, str]:
+        """Agents whose resume records of a shared store nobody finds who is a member."""
+        if self.members.core.standing is not core.Standing.MEMBER:
+            return {}
+        there = {word for m in self.members.core.others for word in (m.name, m.url)}
+        return {
+            f"agent {agent.name}": (
+                f"it shares the store {agent.store!r} and is no member, so that members and it do "
+                "not find what the other saved there, and quotas of object do not hold for it: "
+                "start it with a --config that has this [register]"
+            )
+            for agent in self._configured
+            if agent.store and not there & {agent.name, agent.url}
+        }
 
     # -- tenants --------------------------------------------------------------------------------
 
@@ -217,7 +234,7 @@ class Replica:
                 found["tenants overruled"] = self._overruled
             else:
                 self._overruled = ""
-        return found | self._strays
+        return found | self._strays | self._apart()
 
     async def page(self, _: str) -> object:
         """GET /kvatlas/members."""
