@@ -45,15 +45,8 @@ def main() -> int:
             back_s = until(lambda: cluster.members(cut)["standing"] == "member")
             losses.check(cluster.leader() != cut, f"a member again after {back_s:.1f} s, and led")
             after = hits(clients.more(ANSWERS))
-        losses.check(without > 0.5 * before, "chats are hit as before while it is cut off")
-        losses.check(after > 0.5 * before, "and when it is back")
-        losses.tell(
-            hits_before=before,
-            hits_meanwhile=without,
-            hits_after=after,
-            led_after_s=took_s,
-            member_after_s=back_s,
-        )
+        losses.chats(before, without, after, "cut off")
+        losses.tell(led_after_s=took_s, member_after_s=back_s)
         for way in cluster.cuts:
             way.close()
         return losses.end(clients.answers)

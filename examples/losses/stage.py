@@ -281,6 +281,12 @@ class Losses:
     def tell(self, **figures: object) -> None:
         self._row |= {k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items()}
 
+    def chats(self, before: float, meanwhile: float, after: float, lost: str = "away") -> None:
+        """Shares of hits: they are as before, while something is ``lost`` and when it is back."""
+        self.check(meanwhile > 0.5 * before, f"chats are hit as before while it is {lost}")
+        self.check(after > 0.5 * before, "and when it is back")
+        self.tell(hits_before=before, hits_meanwhile=meanwhile, hits_after=after)
+
     def end(self, answers: list[Answer]) -> int:
         """The exit status."""
         failed = [answer for answer in answers if answer.failed]
